@@ -1,0 +1,82 @@
+// What SNAC asks of hardware. An Atom is one team's hands: it moves bytes, publishes words and waits for them, with what one kind of machine offers.
+//
+// All lanes of a role call every operation with the same arguments; functions of a peer p in [0, n) are evaluated by the lane that looks after it.
+//   R1  Operations are started, not done. Within a role, copies, reductions, puts and notifies take effect in order.
+//   R2  Nothing a role moved is visible to a peer before the notify that follows it.
+//   R3  What is started is performed in bounded time whatever the role does next; wait, expect, take and drain push it out. Pushing never blocks on a peer.
+//   R4  After wait, expect or take, all later operations of the role see what the word published.
+//   R5  After anything but Arrival::yes the role starts nothing more; drain still completes.
+//   R6  The two roles of a team share no variable; meet() is the one place where they wait for each other.
+#pragma once
+#include "../spec.hpp"
+
+namespace purlin {
+
+enum class Arrival { yes, other, never };  // all came | a message of another call | deadline or abort
+
+struct Mark {        // for one peer
+  Word* word;        // nullptr: nothing for this peer
+  Word value;
+};
+struct GrantMark {
+  Grant* line;  // nullptr: nothing for this peer
+  Grant value;
+};
+struct Packet {
+  char* window;  // nullptr: nothing for this peer
+  Word tag;
+  Place place;  // where the bytes come from, or go to
+  Range range;
+};
+struct Where {  // what a wait is about, for the record of a stall
+  enum class What { credit, message, grant } what;
+  Use use;
+  int step;
+};
+
+namespace concepts {  // the weakest arguments an Atom must take
+struct Role {
+  PURLIN_FN void open() {}
+  PURLIN_FN int steps() const { return 0; }
+  PURLIN_FN void step(int) {}
+  PURLIN_FN void close() {}
+};
+struct Marks {
+  PURLIN_FN Mark operator()(int) const { return {}; }
+};
+struct Grants {
+  PURLIN_FN GrantMark operator()(int) const { return {}; }
+};
+struct Packets {
+  PURLIN_FN Packet operator()(int) const { return {}; }
+};
+struct Slots {
+  PURLIN_FN const char* operator()(int) const { return nullptr; }
+};
+}  // namespace concepts
+
+template <class A>
+concept Atom = requires(A a, int n, Place place, Range range, Sum sum, Where where, concepts::Role role, concepts::Marks mark, concepts::Grants line,
+                        concepts::Packets packet, concepts::Slots slot) {
+  { a.team() };
+  { a.teams() };
+  { a.enter() };                                        // false: poisoned, the call does nothing
+  { a.leave() };                                        // after both roles have closed
+  { a.both(n, role, role) };                            // run a consuming and a staging role, side by side or in lockstep with consume.step `lag` behind: each
+                                                        // opens (consume first), takes its steps, drains, closes
+  { a.copy(place, place, range) };                      // start: the wire bytes of `range`, to a place from a place
+  { a.reduce(place, place, n, slot, n, range, sum) };   // start: to, own contribution, contributions, slot(k) of the k-th but mine, my k; in rank order
+  { a.put(n, packet) };                                 // start: payload and tag in each line, so no notify follows
+  { a.take(n, packet, where) };                         // wait for each packet of a peer and copy it out
+  { a.take_reduce(place, place, n, packet, n, sum, where) };  // wait for all, reduce in rank order; to, own, contributions, packet(k), my k
+  { a.notify(n, mark) };                                // start: one release at system scope after all this role started, then *word = value for every peer
+  { a.wait(n, mark, where) };                           // acquire until *word >= value for every peer
+  { a.expect(n, mark, where) };                         // acquire until number_of(*word) == number_of(value) for every peer; other: the signature differs
+  { a.tell(n, mark) };                                  // in open() only: *word = value; the boundary between two calls orders it, no fence
+  { a.grant(n, line) };                                 // in open() only: one store of 16 bytes
+  { a.keep(n, mark) };                                  // in close() only: *word = value in this rank's private memory
+  { a.meet() };                                         // both roles have come here
+  { a.drain() };                                        // all that this role started is performed; also after an abort
+};
+
+}  // namespace purlin

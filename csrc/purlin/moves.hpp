@@ -1,0 +1,156 @@
+// What moves: boxes of tensors strung on a *wire*, a line of bytes that source and reader count alike.
+//
+// Item k of a route covers wire bytes [at, at + bytes); every item begins at a multiple of 16 and the few bytes between two items belong to nobody.
+// A Place says where wire bytes lie in this rank's view of memory; a Cursor walks one by carries, with divisions only where it is first set down.
+#pragma once
+#include "portable.hpp"
+
+namespace purlin {
+
+constexpr int max_ranks = 16;
+constexpr int max_dims = 4;     // strided dims of a box beside its contiguous run
+constexpr int max_tensors = 16;  // inputs, and outputs, of one call
+constexpr int max_grants = 4;   // outputs a direct call can grant
+
+struct Box {
+  i64 offset;  // bytes after the tensor's first byte
+  i64 run;     // contiguous bytes
+  i64 extent[max_dims], stride[max_dims];  // [dims], outermost first; stride in bytes
+  int dims;
+  int tensor;  // which of the call's tensors
+};
+
+struct Item {
+  i64 at, bytes;  // wire bytes [at, at + bytes)
+  Box box;
+};
+
+struct Range {
+  i64 lo, hi;  // wire bytes
+  PURLIN_FN bool empty() const { return lo >= hi; }
+};
+
+// Wire bytes [lo, lo + bytes) of some items, cut into chunks of `chunk` bytes (a multiple of 16) that are dealt to the teams in turn.
+struct Route {
+  const Item* items;
+  int count;
+  i64 lo, bytes, chunk;
+
+  PURLIN_FN Range range(int step, int team, int teams) const {
+    i64 from = lo + (static_cast<i64>(step) * teams + team) * chunk;
+    return {from, smaller(from + chunk, lo + bytes)};
+  }
+  PURLIN_FN int messages(int team, int teams) const {  // how many of its chunks are dealt to this team
+    i64 all = bytes > 0 ? ceil_div(bytes, chunk) : 0;
+    return all > team ? static_cast<int>(ceil_div(all - team, teams)) : 0;
+  }
+};
+
+struct Grant {
+  Word place;  // offset of a granted output in its reader's arena
+  Word tag;
+};
+
+// Where wire bytes lie: in boxes of tensors, in boxes of a peer's granted outputs, or one after the other in a slot.
+struct Place {
+  const Item* items;
+  int count;
+  char* const* tensors;  // base of each tensor, or nullptr
+  char* arena;           // with `grants`: tensor k begins at arena + grants[k].place
+  const Grant* grants;
+  char* slot;  // wire byte x lies at slot + (x - origin)
+  i64 origin;
+
+  PURLIN_FN char* base(int tensor) const { return grants ? arena + grants[tensor].place : tensors[tensor]; }
+};
+PURLIN_FN Place in_tensors(const Route& route, char* const* tensors) {
+  return {route.items, route.count, tensors, nullptr, nullptr, nullptr, 0};
+}
+PURLIN_FN Place in_granted(const Route& route, char* arena, const Grant* grants) {
+  return {route.items, route.count, nullptr, arena, grants, nullptr, 0};
+}
+PURLIN_FN Place in_slot(char* slot, i64 origin) { return {nullptr, 0, nullptr, nullptr, nullptr, slot, origin}; }
+
+// A position on a Place. at() is nullptr on the bytes between two items.
+class Cursor {
+ public:
+  PURLIN_FN Cursor(const Place& place, i64 wire) : place_(place) {
+    if (place.slot) {
+      row_ = place.slot + (wire - place.origin);
+      left_ = forever;
+    } else {
+      while (item_ < place.count && place.items[item_].at + place.items[item_].bytes <= wire) ++item_;
+      set_down(wire);
+    }
+  }
+  PURLIN_FN char* at() const { return row_; }
+  PURLIN_FN i64 left() const { return left_; }  // bytes that lie together from here on
+  PURLIN_FN void advance(i64 bytes) {           // bytes <= left()
+    left_ -= bytes;
+    if (row_) row_ += bytes;
+    if (left_ == 0) next_run();
+  }
+
+ private:
+  static constexpr i64 forever = i64{1} << 62;
+
+  PURLIN_FN void set_down(i64 wire) {
+    if (item_ == place_.count) return rest();
+    const Item& item = place_.items[item_];
+    if (wire < item.at) return gap(item.at - wire);
+    const Box& box = item.box;
+    i64 within = wire - item.at, run = within / box.run;
+    for (int d = box.dims - 1; d >= 0; --d) {
+      index_[d] = run % box.extent[d];
+      run /= box.extent[d];
+    }
+    left_ = box.run - within % box.run;
+    row_ = start_of_run(box) + within % box.run;
+  }
+  PURLIN_FN char* start_of_run(const Box& box) const {
+    i64 offset = box.offset;
+    for (int d = 0; d < box.dims; ++d) offset += index_[d] * box.stride[d];
+    return place_.base(box.tensor) + offset;
+  }
+  PURLIN_FN void next_run() {
+    if (!row_) return set_down(place_.items[item_].at);  // end of a gap
+    const Item& item = place_.items[item_];
+    const Box& box = item.box;
+    int d = box.dims - 1;
+    for (; d >= 0 && ++index_[d] == box.extent[d]; --d) index_[d] = 0;
+    if (d >= 0) {
+      row_ = start_of_run(box);
+      left_ = box.run;
+    } else {
+      i64 end = item.at + item.bytes;
+      ++item_;
+      set_down(end);
+    }
+  }
+  PURLIN_FN void gap(i64 bytes) {
+    row_ = nullptr;
+    left_ = bytes;
+  }
+  PURLIN_FN void rest() { gap(forever); }
+
+  const Place place_;
+  int item_ = 0;
+  i64 index_[max_dims] = {};
+  char* row_ = nullptr;
+  i64 left_ = 0;
+};
+
+// Calls piece(to, from, bytes) for every stretch of `range` that lies together on both sides.
+template <class F>
+PURLIN_FN void for_each_piece(const Place& to, const Place& from, Range range, F piece) {
+  Cursor write(to, range.lo), read(from, range.lo);
+  for (i64 wire = range.lo; wire < range.hi;) {
+    i64 bytes = smaller(range.hi - wire, smaller(write.left(), read.left()));
+    if (write.at() && read.at()) piece(write.at(), read.at(), bytes);
+    write.advance(bytes);
+    read.advance(bytes);
+    wire += bytes;
+  }
+}
+
+}  // namespace purlin

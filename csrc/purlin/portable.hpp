@@ -1,0 +1,26 @@
+// The one home of compiler differences: these headers compile with g++ and clang++ (CPU Atoms) and with nvcc (CUDA Atoms).
+#pragma once
+
+#if defined(__CUDACC__)
+#define PURLIN_FN __host__ __device__ __forceinline__
+#else
+#define PURLIN_FN inline
+#endif
+
+namespace purlin {
+
+using i64 = long long;
+using Word = unsigned long long;  // a shared word: 8-byte aligned, lock-free, one writer
+
+template <class T>
+PURLIN_FN constexpr T smaller(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+PURLIN_FN constexpr T larger(T a, T b) {
+  return a < b ? b : a;
+}
+PURLIN_FN constexpr i64 round_up(i64 value, i64 unit) { return (value + unit - 1) / unit * unit; }
+PURLIN_FN constexpr i64 ceil_div(i64 value, i64 by) { return (value + by - 1) / by; }
+
+}  // namespace purlin

@@ -1,0 +1,38 @@
+"""Collectives named by specs over one protocol: who holds what before, who holds what after, and how the bytes come together."""
+
+from purlin_core.communicator import Communicator, Stats
+from purlin_core.errors import (
+    AliasError,
+    ClosedError,
+    ConcurrentUseError,
+    DeviceError,
+    DtypeError,
+    MismatchError,
+    PeerError,
+    PurlinError,
+    SetupError,
+    ShapeError,
+    SpecError,
+    StallError,
+)
+from purlin_core.spec import Spec
+from purlin_core.world import LocalWorld
+
+__all__ = [
+    "AliasError",
+    "ClosedError",
+    "Communicator",
+    "ConcurrentUseError",
+    "DeviceError",
+    "DtypeError",
+    "LocalWorld",
+    "MismatchError",
+    "PeerError",
+    "PurlinError",
+    "SetupError",
+    "ShapeError",
+    "Spec",
+    "SpecError",
+    "StallError",
+    "Stats",
+]

@@ -1,0 +1,58 @@
+"""csrc/bindings.cpp, for type checkers."""
+
+from collections.abc import Sequence
+
+class Geometry:
+    def __init__(
+        self, *, ranks: int, teams: int, slots: int, slot_bytes: int, window_bytes: int, heap_bytes: int
+    ) -> None: ...
+    ranks: int
+    teams: int
+    slots: int
+    slot_bytes: int
+    window_bytes: int
+    heap_bytes: int
+    heap_at: int
+    arena_bytes: int
+
+class Plan:
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        kind: int,
+        regime: int,
+        op: int,
+        dtype: int,
+        rank: int,
+        teams: int,
+        lag: int,
+        grants: int,
+        signature: int,
+        own_from: Sequence[int],
+        own_to: Sequence[int],
+        send: Sequence[Sequence[int]],
+        remote: Sequence[Sequence[int]],
+        receive: Sequence[Sequence[int]],
+        reach: Sequence[int],
+        send_signatures: Sequence[int],
+        receive_signatures: Sequence[int],
+        input_spans: Sequence[int],
+        output_spans: Sequence[int],
+        overlap_allowed: bool,
+    ) -> None: ...
+    @property
+    def steps(self) -> int: ...
+
+class Endpoint:
+    def __init__(self, rank: int, geometry: Geometry, *, arenas: Sequence[int], timeout_s: float) -> None: ...
+    def run(self, plan: Plan, inputs: Sequence[int], outputs: Sequence[int]) -> int: ...
+    def abort(self, fault: int, about: int) -> None: ...
+    def begin_at(self, message: int) -> None: ...
+    @property
+    def fault(self) -> tuple[int, int, int]: ...
+    @property
+    def stalled(self) -> tuple[int, int, int, int, int]: ...
+    @property
+    def calls(self) -> int: ...
+    def post(self, rank: int) -> tuple[int, int]: ...

@@ -1,0 +1,113 @@
+"""From the few bits a dying call leaves behind to an error with names in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from purlin_core.board import Board
+from purlin_core.errors import MismatchError, PeerError, PurlinError, StallError
+
+
+class Fault(IntEnum):
+    """Why a communicator is dead. The numbers are those of csrc/purlin/atom/cpu.hpp."""
+
+    NONE = 0
+    STALL = 1
+    MISMATCH = 2
+    GRANT = 3
+    LEFT = 4
+    DIED = 5
+    INTERRUPTED = 6
+
+
+class End(Protocol):
+    """The endpoint of a rank, as csrc/bindings.cpp shows it."""
+
+    @property
+    def fault(self) -> tuple[int, int, int]: ...
+    @property
+    def stalled(self) -> tuple[int, int, int, int, int]: ...
+    @property
+    def calls(self) -> int: ...
+    def post(self, rank: int) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a rank can see when its communicator has died."""
+
+    rank: int
+    end: End
+    boards: Sequence[Board]
+    timeout: float
+    call: str  # the call this rank is in, or last made
+    signature: int
+
+
+def error_of(scene: Scene) -> PurlinError | None:
+    """The error this rank raises, or None when nothing is wrong."""
+    what, by, about = scene.end.fault
+    fault = Fault(what)
+    if fault is Fault.NONE:
+        return None
+    if fault is Fault.STALL:
+        return StallError(
+            f"{_at_call(scene)}: rank {by} waited {scene.timeout:g} s for rank {about}{_detail(scene, by)}; {_whereabouts(scene, about)}."
+        )
+    if fault is Fault.MISMATCH:
+        return MismatchError(
+            f"{_at_call(scene)}: ranks disagree. {_says(scene, by)}; {_says(scene, about)}.{_same_call(scene, by, about)}"
+        )
+    if fault is Fault.GRANT:
+        return MismatchError(
+            f"{_at_call(scene)}: rank {about} granted rank {by} an output that does not lie in its arena with room for the call."
+        )
+    if fault is Fault.DIED:
+        return PeerError(f"{_at_call(scene)}: rank {about} died (noticed by rank {by}).")
+    if fault is Fault.INTERRUPTED:
+        return PeerError(f"{_at_call(scene)}: rank {by} left: KeyboardInterrupt.")
+    reason = scene.boards[by].reason or "it called abort()"
+    return PeerError(f"{_at_call(scene)}: rank {by} left: {reason}.")
+
+
+def _at_call(scene: Scene) -> str:
+    return f"{scene.call or 'communicator'} (call #{scene.end.calls})"
+
+
+def _detail(scene: Scene, by: int) -> str:
+    if by != scene.rank:
+        return ""
+    what, use, step, team, _ = scene.end.stalled
+    waits = ("a free slot", "a message", "a granted output")
+    uses = ("ring", "gather ring", "packets", "direct")
+    return f" ({waits[what]}, {uses[use]}, team {team}, chunk {step})"
+
+
+def _whereabouts(scene: Scene, rank: int) -> str:
+    if rank == scene.rank:
+        return f"rank {rank} is at call #{scene.end.calls}"
+    calls, _ = scene.end.post(rank)
+    return (
+        f"rank {rank} last entered call #{calls}"
+        if calls >= scene.end.calls
+        else f"rank {rank} has not entered call #{scene.end.calls}"
+    )
+
+
+def _signature(scene: Scene, rank: int) -> int:
+    return scene.signature if rank == scene.rank else scene.end.post(rank)[1]
+
+
+def _says(scene: Scene, rank: int) -> str:
+    signature = _signature(scene, rank)
+    text = scene.call if rank == scene.rank else scene.boards[rank].text(signature)
+    return f"rank {rank} called {text or f'signature {signature:06x}'}"
+
+
+def _same_call(scene: Scene, by: int, about: int) -> str:
+    if _signature(scene, by) != _signature(scene, about):
+        return ""
+    return " They agree on the call but not on the bytes that go between them: compare in_sizes and out_sizes."

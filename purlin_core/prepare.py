@@ -1,0 +1,332 @@
+"""From tensors and a spec to what the native endpoint runs: moves, a schedule, signatures. Done once per signature of a call, then cached."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purlin_core import _cpu
+from purlin_core.errors import DeviceError, DtypeError, ShapeError
+from purlin_core.moves import Kind, Moves, Route
+from purlin_core.plan import (
+    AllReduce,
+    FrozenSizes,
+    Memory,
+    Operand,
+    all_to_all_moves,
+    check_alias,
+    contiguous,
+    explain,
+    explain_moves,
+    largest_message,
+    output_shape,
+    plan_moves,
+    received_bytes,
+    seen_by,
+    sent_bytes,
+)
+from purlin_core.reference import check_reducible
+from purlin_core.settings import VERSION
+from purlin_core.spec import Op, Spec, check_sizes
+from purlin_core.tune import Regime, Schedule, Scratch, choose
+
+MAX_GRANTS, MAX_TENSORS = 4, 16  # csrc/purlin/moves.hpp
+# numbered as Op and Dtype of csrc/purlin/spec.hpp
+OPS: tuple[Op, ...] = ("sum", "avg", "max", "min")
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """The communicator a call is prepared for."""
+
+    rank: int
+    ranks: int
+    scratch: Scratch
+    geometry: _cpu.Geometry
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call asks for beside its tensors."""
+
+    call: str  # how texts call it
+    specs: str | tuple[str, ...]
+    sizes: FrozenSizes
+    op: Op
+    tag: str
+    device: torch.device
+    granted: bool  # the outputs lie in the heap
+
+
+@dataclass
+class Prepared:
+    """A call ready to run on any tensors of its shapes. `calls` counts how often it did."""
+
+    native: _cpu.Plan
+    arguments: Mapping[str, Any]  # that `native` was made of
+    moves: Moves
+    schedule: Schedule
+    operands: tuple[Operand, ...]  # none of an all_to_all_single with sizes
+    out_shapes: tuple[tuple[int, ...], ...]
+    text: str
+    signature: int
+    sent_bytes: int  # payload of this rank on the wire, a call
+    received_bytes: int
+    overlapping: bool = False  # an input and an output share storage, in an allowed form
+    calls: int = 0
+
+    def explain(self) -> str:
+        """Moves, bytes with their formula, regime, teams, and why."""
+        schedule = self.schedule
+        how = f"{schedule.regime.name.lower()}, {schedule.teams} team(s), lag {schedule.lag}, {self.native.steps} step(s): {schedule.why}"
+        moves = explain(self.operands, self.moves) if self.operands else explain_moves(self.moves)
+        return f"{self.text}\n{how}\n{moves}"
+
+
+def prepare(site: Site, asked: Asked, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> Prepared:
+    """Plan a call of specs. Raises SpecError, ShapeError, DtypeError, DeviceError, AliasError; touches no channel."""
+    operands, out_shapes = _operands(site, asked, tensors, out)
+    moves = plan_moves(operands, site.rank, site.ranks, call=asked.call)
+    largest = largest_message(operands, site.rank, site.ranks, call=asked.call)
+    schedule = choose(moves.kind, site.scratch, largest=largest, granted=asked.granted and len(operands) <= MAX_GRANTS)
+    if schedule.regime is not Regime.PACKET and operands[0].spec.kind_name == "all_reduce":
+        moves = plan_moves(operands, site.rank, site.ranks, all_reduce=AllReduce.JOINED, call=asked.call)
+    remote = _remote(site, operands) if schedule.regime is Regime.DIRECT else ()
+    spans = ([_span(o.shape, o.strides, o.itemsize) for o in operands], _out_spans(operands, out_shapes))
+    text = _text(site, operands, asked)
+    arguments = _arguments(site, moves, schedule, text, asked.op, tensors[0].dtype, spans, remote)
+    return _prepared(site, arguments, moves, schedule, tuple(operands), out_shapes, text)
+
+
+def prepare_all_to_all(
+    site: Site, asked: Asked, x: Tensor, out: Tensor, out_sizes: Sequence[int] | None, in_sizes: Sequence[int] | None
+) -> Prepared:
+    """Plan an all_to_all_single of which a rank knows its own row and column only. Raises what prepare() raises."""
+    _check_tensors(asked, [x], [out])
+    _check_out(asked, out, tuple(out.shape), x.dtype)
+    moves = all_to_all_moves(
+        x.shape,
+        x.stride(),
+        out_shape=out.shape,
+        out_strides=out.stride(),
+        itemsize=x.element_size(),
+        rank=site.rank,
+        ranks=site.ranks,
+        in_sizes=in_sizes,
+        out_sizes=out_sizes,
+    )
+    why = "no rank knows the sizes between the others"
+    schedule = Schedule(Regime.STAGED, site.scratch.teams, site.scratch.slots // 2, why)
+    dtype = str(x.dtype).removeprefix("torch.")
+    text = f"{asked.call} with sizes, rows of {tuple(x.shape[1:])} {dtype}"
+    spans = ([_span(t.shape, t.stride(), t.element_size())] for t in (x, out))
+    arguments = _arguments(site, moves, schedule, text, asked.op, x.dtype, tuple(spans), ())
+    return _prepared(site, arguments, moves, schedule, (), (tuple(out.shape),), text)
+
+
+def in_place(site: Site, prepared: Prepared, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Prepared:
+    """The same call on tensors that share storage. Raises AliasError unless it is in one of the three forms."""
+    several = len(inputs) > 1
+    memories = [Memory.of(f"tensors[{i}]" if several else "x", x) for i, x in enumerate(inputs)]
+    results = [Memory.of(f"out[{i}]" if several else "out", o) for i, o in enumerate(outputs)]
+    specs = [operand.spec for operand in prepared.operands]
+    check_alias(prepared.moves, memories, results, specs=specs, call=prepared.text.partition(" ")[0])
+    arguments = {**prepared.arguments, "overlap_allowed": True}
+    return replace(
+        prepared, native=_cpu.Plan(site.geometry, **arguments), arguments=arguments, overlapping=True, calls=0
+    )
+
+
+# ---- what is asked for, checked
+
+
+def _operands(
+    site: Site, asked: Asked, tensors: Sequence[Tensor], out: Sequence[Tensor] | None
+) -> tuple[list[Operand], tuple[tuple[int, ...], ...]]:
+    texts = [asked.specs] * len(tensors) if isinstance(asked.specs, str) else asked.specs
+    specs = [Spec.parse(text) for text in texts]
+    if len(specs) != len(tensors) or not 1 <= len(tensors) <= MAX_TENSORS:
+        raise ShapeError(
+            f"{asked.call}: needs 1 to {MAX_TENSORS} tensors and one spec, or a spec for each; got {len(tensors)} tensors, {len(specs)} specs."
+        )
+    _check_tensors(asked, tensors, out)
+    check_sizes(specs, dict(asked.sizes), call=asked.call)
+    operands, out_shapes = [], []
+    for i, (spec, x) in enumerate(zip(specs, tensors, strict=True)):
+        sizes = tuple((name, size) for name, size in asked.sizes if name in spec.left.segments)
+        name = f"tensors[{i}]" if len(tensors) > 1 else "x"
+        shape = output_shape(spec, x.shape, site.rank, site.ranks, dict(sizes), call=asked.call, argument=name)
+        if out is not None:
+            _check_out(asked, out[i], shape, x.dtype)
+        strides = contiguous(shape) if out is None else out[i].stride()
+        operands.append(Operand(spec, tuple(x.shape), x.stride(), strides, x.element_size(), str(x.dtype), sizes))
+        out_shapes.append(shape)
+    if specs[0].partial:
+        check_reducible(tensors[0].dtype, asked.op, call=asked.call)
+    return operands, tuple(out_shapes)
+
+
+def _check_tensors(asked: Asked, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
+    if out is not None and len(out) != len(tensors):
+        raise ShapeError(f"{asked.call}: `out` needs a tensor for each of {len(tensors)} inputs; got {len(out)}.")
+    for name, x in [*(("x", x) for x in tensors), *(("out", o) for o in out or ())]:
+        if x.device != asked.device:
+            raise DeviceError(
+                f"{asked.call}: `{name}` needs to be on {asked.device}, the communicator's device; got {x.device}. Move it there."
+            )
+        if x.layout is not torch.strided:
+            raise ShapeError(f"{asked.call}: `{name}` needs to be a strided tensor; got {x.layout}. Call to_dense().")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise DtypeError(
+                f"{asked.call}: `{name}` requires grad, and collectives here have no backward. Use torch.no_grad() or x.detach()."
+            )
+        if x.is_conj() or x.is_neg():
+            raise DtypeError(
+                f"{asked.call}: `{name}` is a lazy conjugate or negative. Call resolve_conj() or resolve_neg()."
+            )
+
+
+def _check_out(asked: Asked, out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(out.shape) != shape:
+        raise ShapeError(
+            f"{asked.call}: `out` needs shape {shape}; got {tuple(out.shape)}. Leave it out to have it made."
+        )
+    if out.dtype != dtype:
+        raise DtypeError(f"{asked.call}: `out` needs the dtype of `x`, {dtype}; got {out.dtype}.")
+
+
+# ---- what the native side is told
+
+
+def _prepared(
+    site: Site,
+    arguments: Mapping[str, Any],
+    moves: Moves,
+    schedule: Schedule,
+    operands: tuple[Operand, ...],
+    out_shapes: tuple[tuple[int, ...], ...],
+    text: str,
+) -> Prepared:
+    native = _cpu.Plan(site.geometry, **arguments)
+    signature = arguments["signature"]
+    sent, received = sent_bytes(moves), received_bytes(moves)
+    return Prepared(native, arguments, moves, schedule, operands, out_shapes, text, signature, sent, received)
+
+
+def _arguments(
+    site: Site,
+    moves: Moves,
+    schedule: Schedule,
+    text: str,
+    op: Op,
+    dtype: torch.dtype,
+    spans: tuple[Sequence[int], ...],
+    remote: Sequence[Route],
+) -> dict[str, Any]:
+    """Keyword arguments of _cpu.Plan. `spans`: bytes from the first to the last of each input, of each output. Routes go by peer, not by rank."""
+    peers = [(site.rank + 1 + p) % site.ranks for p in range(site.ranks - 1)]
+    send, receive = [moves.send[r] for r in peers], [moves.receive[r] for r in peers]
+    away = [remote[r] for r in peers] if remote else [Route()] * len(peers)
+    signature = _signature(f"{text}|{schedule.regime.name}|{schedule.teams}|{schedule.lag}|{VERSION}")
+    return {
+        "kind": int(moves.kind),
+        "regime": int(schedule.regime),
+        "op": OPS.index(op),
+        "dtype": DTYPES.index(dtype) if dtype in DTYPES else 0,  # copies look at bytes only
+        "rank": site.rank,
+        "teams": schedule.teams,
+        "lag": schedule.lag,
+        "grants": len(spans[1]) if schedule.regime is Regime.DIRECT else 0,
+        "signature": signature,
+        "own_from": _numbers(moves.own_from),
+        "own_to": _numbers(moves.own_to),
+        "send": [_numbers(route) for route in send],
+        "remote": [_numbers(route) for route in away],
+        "receive": [_numbers(route) for route in receive],
+        "reach": [_reach(route) for route in away],
+        "send_signatures": [_pair_signature(signature, route.bytes) for route in send],
+        "receive_signatures": [_pair_signature(signature, _expected_bytes(moves, route)) for route in receive],
+        "input_spans": list(spans[0]),
+        "output_spans": list(spans[1]),
+        "overlap_allowed": False,
+    }
+
+
+def _remote(site: Site, operands: Sequence[Operand]) -> list[Route]:
+    """Where what I send lies in each rank's outputs, which are contiguous when they can be granted."""
+    return [_received_by(site, operands, peer) if peer != site.rank else Route() for peer in range(site.ranks)]
+
+
+def _received_by(site: Site, operands: Sequence[Operand], peer: int) -> Route:
+    theirs = [seen_by(operand, site.rank, site.ranks, peer) for operand in operands]
+    return plan_moves(theirs, peer, site.ranks).receive[site.rank]
+
+
+def _expected_bytes(moves: Moves, route: Route) -> int:
+    """Wire bytes the peer counts as its send to me: in a joined all-reduce my slice, else what I receive."""
+    return moves.own_from.bytes if moves.kind is Kind.ALL_REDUCE else route.bytes
+
+
+def _numbers(route: Route) -> list[int]:
+    """A route as csrc/purlin/endpoint.hpp reads it."""
+    numbers = [route.lo, route.bytes]
+    for item in route.items:
+        box = item.box
+        numbers += [item.tensor, item.at, box.offset, box.run, len(box.extents), *box.extents, *box.strides]
+    return numbers
+
+
+def _reach(route: Route) -> int:
+    return max((i.box.offset + _distance(i.box.extents, i.box.strides) + i.box.run for i in route.items), default=0)
+
+
+def _distance(extents: Sequence[int], strides: Sequence[int]) -> int:
+    """From the first element to the last."""
+    return sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True))
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    return 0 if 0 in shape else (_distance(shape, strides) + 1) * itemsize
+
+
+def _out_spans(operands: Sequence[Operand], shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    return [_span(shape, o.out_strides, o.itemsize) for shape, o in zip(shapes, operands, strict=True)]
+
+
+def _signature(text: str) -> int:
+    """24 bits; the same in every process, unlike hash()."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest(), "big")
+
+
+def _pair_signature(signature: int, wire_bytes: int) -> int:
+    return _signature(f"{signature}|{wire_bytes}")
+
+
+def _text(site: Site, operands: Sequence[Operand], asked: Asked) -> str:
+    """The call as every rank would write it: specs, lengths over all ranks, dtypes, op, tag."""
+    parts = []
+    for operand in operands:
+        lengths = operand.lengths(rank=site.rank, ranks=site.ranks, call=asked.call)
+        rows = [
+            f"{name}={'+'.join(map(str, lengths.shards.get(name, (whole,))))}" for name, whole in lengths.whole.items()
+        ]
+        parts.append(f'"{operand.spec}" ({" ".join(rows)}) {operand.dtype.removeprefix("torch.")}')
+    op = f" {asked.op}" if operands[0].spec.partial else ""
+    tag = f" at {asked.tag}" if asked.tag else ""
+    return f"{asked.call} {'; '.join(parts)}{op}{tag}"

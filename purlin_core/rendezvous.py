@@ -1,0 +1,99 @@
+"""How ranks find each other at set-up and part at the end: small values gathered from all, in bounded time."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+
+from purlin_core.errors import SetupError
+
+
+class Rendezvous(Protocol):
+    rank: int
+    ranks: int
+
+    def gather(self, value: Any, *, timeout: float) -> list[Any]:
+        """`value` of every rank, in rank order; values are JSON. Raises SetupError, naming who did not come within `timeout` seconds."""
+        ...
+
+
+class StoreRendezvous:
+    """Through a torch Store. Every rank counts its own communicators there, so a new one on the same group never meets an old one's keys."""
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._store = store
+        self._number = store.add(f"purlin/count/{rank}", 1)
+        self._step = 0
+
+    def gather(self, value: Any, *, timeout: float) -> list[Any]:
+        self._step += 1
+        keys = [f"purlin/{self._number}/{self._step}/{r}" for r in range(self.ranks)]
+        try:
+            self._store.set(keys[self.rank], json.dumps(value))
+            self._store.wait(keys, timedelta(seconds=timeout))
+            return [json.loads(self._store.get(key)) for key in keys]
+        except (RuntimeError, DistError) as error:
+            raise SetupError(
+                f"rank {self.rank}: {self._missing(keys)} did not come within {timeout:g} s ({error})."
+            ) from error
+
+    def _missing(self, keys: Sequence[str]) -> str:
+        try:
+            absent = [str(r) for r, key in enumerate(keys) if not self._store.check([key])]
+        except (RuntimeError, DistError):
+            return "the store"
+        return f"rank {', '.join(absent)}"
+
+
+class LocalRendezvous:
+    """Between threads of one process."""
+
+    class Meeting:
+        def __init__(self, ranks: int) -> None:
+            self.ranks = ranks
+            self.values: list[Any] = [None] * ranks
+            self.barrier = threading.Barrier(ranks)
+
+    def __init__(self, meeting: LocalRendezvous.Meeting, rank: int) -> None:
+        self.rank, self.ranks = rank, meeting.ranks
+        self._meeting = meeting
+
+    def gather(self, value: Any, *, timeout: float) -> list[Any]:
+        meeting = self._meeting
+        meeting.values[self.rank] = value
+        try:
+            meeting.barrier.wait(timeout)
+            values = list(meeting.values)
+            meeting.barrier.wait(timeout)
+        except threading.BrokenBarrierError as error:
+            raise SetupError(
+                f"rank {self.rank}: the other ranks of this process did not come within {timeout:g} s."
+            ) from error
+        return values
+
+
+def of_group(group: Any) -> StoreRendezvous:
+    """A rendezvous over a torch process group (None: the default one), a device mesh of one dim."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise SetupError(
+                f"Communicator: a device mesh of {group.ndim} dims names no single group. Pass one of its dims: mesh['name']."
+            )
+        group = group.get_group()
+    if not dist.is_initialized():
+        raise SetupError(
+            "Communicator: torch.distributed is not initialised. Call init_process_group first, pass a Store, or use LocalWorld."
+        )
+    group = dist.group.WORLD if group is None else group
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise SetupError("Communicator: this process is not a member of the group.")
+    return StoreRendezvous(group.get_group_store(), rank, dist.get_world_size(group))
