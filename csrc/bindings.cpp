@@ -24,11 +24,12 @@ std::vector<RouteText> routes(const std::vector<Numbers>& all) {
   return out;
 }
 
-int run(Endpoint& end, const Plan& plan, const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs) {
+int run(Endpoint& end, const Plan& plan, const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs,
+        std::uintptr_t stream) {
   Outcome how;
   {
     nb::gil_scoped_release free;
-    how = end.run(plan, inputs, outputs);
+    how = end.run(plan, inputs, outputs, stream);
   }
   if (PyErr_Occurred()) throw nb::python_error();
   return static_cast<int>(how);
@@ -36,13 +37,13 @@ int run(Endpoint& end, const Plan& plan, const std::vector<std::uintptr_t>& inpu
 
 }  // namespace
 
-NB_MODULE(_cpu, m) {
-  m.doc() = "The CPU Atom under purlin_core: protocol calls over shared memory, tensors as addresses.";
+NB_MODULE(PURLIN_MODULE, m) {
+  m.doc() = "An Atom under purlin_core: protocol calls over memory that peers can write, tensors as addresses.";
 
   nb::class_<Geometry>(m, "Geometry")
       .def("__init__",
            [](Geometry* g, int ranks, int teams, int slots, i64 slot_bytes, i64 window_bytes, i64 heap_bytes) {
-             new (g) Geometry(cpu_geometry(ranks, teams, slots, slot_bytes, window_bytes, heap_bytes));
+             new (g) Geometry(geometry_of(ranks, teams, slots, slot_bytes, window_bytes, heap_bytes));
            },
            nb::kw_only(), nb::arg("ranks"), nb::arg("teams"), nb::arg("slots"), nb::arg("slot_bytes"), nb::arg("window_bytes"), nb::arg("heap_bytes"))
       .def_ro("ranks", &Geometry::ranks)
@@ -77,10 +78,10 @@ NB_MODULE(_cpu, m) {
              new (end) Endpoint(rank, geometry, arenas, timeout_s, interrupted);
            },
            nb::arg("rank"), nb::arg("geometry"), nb::kw_only(), nb::arg("arenas"), nb::arg("timeout_s"))
-      .def("run", &run, nb::arg("plan"), nb::arg("inputs"), nb::arg("outputs"), "0: done; else the number of an Outcome.")
+      .def("run", &run, nb::arg("plan"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("stream"), "0: done; else the number of an Outcome.")
       .def("abort", &Endpoint::abort, nb::arg("fault"), nb::arg("about"))
       .def("begin_at", &Endpoint::begin_at, nb::arg("message"), "Count messages and calls from here; before first use, on every rank alike.")
-      .def_prop_ro("fault", [](const Endpoint& end) { Fault f = end.fault(); return std::make_tuple(f.what, f.by, f.about); })
+      .def_prop_ro("fault", [](const Endpoint& end) { Death f = end.death(); return std::make_tuple(f.what, f.by, f.about); })
       .def_prop_ro("stalled", [](const Endpoint& end) { Stalled s = end.stalled(); return std::make_tuple(s.what, s.use, s.step, s.team, s.peer); })
       .def_prop_ro("calls", &Endpoint::calls)
       .def("post", [](const Endpoint& end, int rank) { Word w = end.post(rank); return std::make_tuple(number_of(w), signature_of(w)); }, nb::arg("rank"));

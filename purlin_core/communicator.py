@@ -20,7 +20,7 @@ from purlin_core.prepare import Asked, Prepared, in_place, prepare, prepare_all_
 from purlin_core.rendezvous import Rendezvous, StoreRendezvous, of_group
 from purlin_core.settings import Settings
 from purlin_core.spec import Op, Sizes
-from purlin_core.tune import cpu_scratch
+from purlin_core.tune import Scratch, cpu_scratch
 
 MAX_RANKS = 16
 _OVERLAP, _CONCURRENT = 16, 17  # Outcome in csrc/purlin/endpoint.hpp
@@ -45,6 +45,7 @@ class Communicator:
     `group`: a torch process group, a device mesh of one dim, None for the default group; or a torch Store together with `rank` and `ranks`.
     `timeout`: seconds a call waits for a peer before it fails with StallError on every rank. `setup_timeout`: the same for making the communicator.
     `heap_bytes`: room for empty(), the same on every rank. `teams`: workers a call is dealt to (on the CPU one thread does the work of all).
+    `scratch`: other sizes of the inbox than DESIGN's, `teams` among them; they decide which regime a call takes.
     Raises SetupError and DeviceError.
     """
 
@@ -59,6 +60,7 @@ class Communicator:
         setup_timeout: float = 60.0,
         heap_bytes: int = 0,
         teams: int = 1,
+        scratch: Scratch | None = None,
     ) -> None:
         self.device = torch.device(device)
         if self.device.type != "cpu":
@@ -77,7 +79,7 @@ class Communicator:
         self._settings = Settings.from_environment()
         self._terms = {"timeout": float(timeout), "setup_timeout": float(setup_timeout)}
         self._meeting = meeting
-        self._scratch = cpu_scratch(self.ranks, teams=teams)
+        self._scratch = scratch or cpu_scratch(self.ranks, teams=teams)
         self._before = Stats(0, 0, 0, {}, 0, 0)  # of connections that reserve() replaced
         self._open(heap_bytes)
         self.id = ops.register(self)
@@ -309,7 +311,7 @@ class Communicator:
         if self._settings.check and not prepared.overlapping:
             for out in outputs:
                 out.view(torch.uint8).fill_(_UNWRITTEN) if out.is_contiguous() and out.ndim else None
-        code = self._tie.end.run(prepared.native, [x.data_ptr() for x in inputs], [o.data_ptr() for o in outputs])
+        code = self._tie.end.run(prepared.native, [x.data_ptr() for x in inputs], [o.data_ptr() for o in outputs], 0)
         if code == 0:
             prepared.calls += 1
             self._last = prepared

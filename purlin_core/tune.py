@@ -7,7 +7,8 @@ from enum import IntEnum
 
 from purlin_core.moves import Kind
 
-MIB = 1 << 20
+# Up to here a message goes as packets on the CPU: a line at a time costs more than memcpy, and saves the notify.
+CPU_PACKET_BYTES = 8 << 10
 
 
 class Regime(IntEnum):
@@ -20,12 +21,13 @@ class Regime(IntEnum):
 
 @dataclass(frozen=True)
 class Scratch:
-    """Sizes of a rank's inbox. `window_bytes` is what one packet message of one team may carry."""
+    """Sizes of a rank's inbox, the same on all ranks. `window_bytes` is what one packet message of one team can carry."""
 
     teams: int
     slots: int
     slot_bytes: int
     window_bytes: int
+    packet_bytes: int  # the largest message that goes as packets
 
 
 @dataclass(frozen=True)
@@ -38,19 +40,19 @@ class Schedule:
 
 def cpu_scratch(ranks: int, *, teams: int = 1) -> Scratch:
     """DESIGN's sizes for the CPU: slots of 256 KiB, 8 of them up to 6 ranks, 4 above; packets max(teams x 4 KiB, 512 KiB / (ranks - 1)) a pair."""
-    packets = max(teams * 4096, (512 << 10) // max(ranks - 1, 1))
+    windows = max(teams * 4096, (512 << 10) // max(ranks - 1, 1))
     return Scratch(
-        teams=teams, slots=8 if ranks <= 6 else 4, slot_bytes=256 << 10, window_bytes=-(-packets // teams // 16) * 16
+        teams=teams,
+        slots=8 if ranks <= 6 else 4,
+        slot_bytes=256 << 10,
+        window_bytes=-(-windows // teams // 16) * 16,
+        packet_bytes=CPU_PACKET_BYTES,
     )
-
-
-# Up to here a message goes as packets on the CPU: a line at a time costs more than memcpy, and saves the notify.
-CPU_PACKET_BYTES = 8 << 10
 
 
 def choose(kind: Kind, scratch: Scratch, *, largest: int, granted: bool) -> Schedule:
     """The schedule of a call whose largest message of one rank to another has `largest` bytes; `granted`: its outputs lie in the arena's heap."""
-    packets = min(scratch.teams * scratch.window_bytes, CPU_PACKET_BYTES)
+    packets = min(scratch.teams * scratch.window_bytes, scratch.packet_bytes)
     if kind is not Kind.ALL_REDUCE and largest <= packets:
         return Schedule(Regime.PACKET, scratch.teams, 0, f"no message is larger than {packets} bytes")
     if granted and kind is Kind.COPY:

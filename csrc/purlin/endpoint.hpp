@@ -2,9 +2,7 @@
 #pragma once
 #include "spec.hpp"
 
-#include <atomic>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <span>
 #include <string>
@@ -30,7 +28,8 @@ struct PlanText {
 class Plan {
  public:
   Plan(const PlanText& text, const Geometry& geometry);
-  Plan(const Plan&) = delete;  // its Call points into its items
+  Call call_with(const Item* items) const;  // `items`: where items() lie for who runs the call
+  const std::vector<Item>& items() const { return items_; }
   const Call& call() const { return call_; }
   bool overlaps(std::span<const std::uintptr_t> inputs, std::span<const std::uintptr_t> outputs) const;
   bool takes(std::size_t inputs, std::size_t outputs) const;
@@ -40,46 +39,42 @@ class Plan {
   void cut(Route& route, const Geometry& geometry) const;
   int steps() const;
 
-  std::deque<std::vector<Item>> items_;
+  std::vector<Item> items_;
   std::vector<i64> input_spans_, output_spans_;
   bool overlap_allowed_;
   Call call_{};
 };
 
-// How a call ended on this rank. The numbers from `stall` on are those of cpu::Fault.
-enum class Outcome { done = 0, stall, mismatch, grant, left, died, interrupted, overlap = 16, concurrent, bad_plan };
+// How a call ended on this rank. The numbers below 16 are those of Fault.
+enum class Outcome { done = 0, overlap = 16, concurrent, bad_plan };
 
-struct Fault {   // what killed the communicator
+struct Death {  // what killed the communicator; what == 0: nothing
   int what, by, about;
 };
 struct Stalled {  // which wait of this rank failed; the last one
   int what, use, step, team, peer;
 };
 
+// Every Atom has its own: csrc/cpu.cpp, csrc/cuda.cu. `stream` is a CUDA stream as an integer, nothing to the CPU.
 class Endpoint {
  public:
   Endpoint(int rank, const Geometry& geometry, std::vector<std::uintptr_t> arenas, double timeout_s, bool (*interrupted)());
+  ~Endpoint();
 
-  Outcome run(const Plan& plan, std::span<const std::uintptr_t> inputs, std::span<const std::uintptr_t> outputs);
+  Outcome run(const Plan& plan, std::span<const std::uintptr_t> inputs, std::span<const std::uintptr_t> outputs, std::uintptr_t stream);
   void abort(int fault, int about);
   void begin_at(Word message);  // before first use: messages and calls are counted from here
-  Fault fault() const;          // what == 0: none
+  Death death() const;
   Stalled stalled() const;
-  Word calls() const { return progress_.calls; }
+  Word calls() const;
   Word post(int peer_rank) const;  // {calls : 40, signature : 24} as that rank last said
-  const Geometry& geometry() const { return geometry_; }
 
  private:
   struct State;
-  int rank_;
-  Geometry geometry_;
-  std::vector<char*> arenas_;
-  std::vector<Counts> counts_;
-  Progress progress_{1, 0};
-  std::shared_ptr<State> state_;
-  std::atomic_flag busy_;
+  std::unique_ptr<State> state_;
 };
 
-Geometry cpu_geometry(int ranks, int teams, int slots, i64 slot_bytes, i64 window_bytes, i64 heap_bytes);
+// The geometry of this module's Atom: how many bytes a packet line takes is the Atom's own.
+Geometry geometry_of(int ranks, int teams, int slots, i64 slot_bytes, i64 window_bytes, i64 heap_bytes);
 
 }  // namespace purlin

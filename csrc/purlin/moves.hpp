@@ -12,13 +12,40 @@ constexpr int max_dims = 4;     // strided dims of a box beside its contiguous r
 constexpr int max_tensors = 16;  // inputs, and outputs, of one call
 constexpr int max_grants = 4;   // outputs a direct call can grant
 
+constexpr int vector_bytes = 16;
+
+// n / divisor without a division, for n < 2^31: multiply by 2^(32 + shift) / divisor, rounded up (Granlund and Montgomery 1994).
+struct Divider {
+  unsigned divisor, multiplier, shift;
+
+  PURLIN_FN unsigned divide(unsigned n) const { return divisor == 1 ? n : multiply_high(n, multiplier) >> shift; }
+};
+PURLIN_FN Divider divider(unsigned divisor) {
+  unsigned bits = 0;  // of divisor - 1
+  while (bits < 32 && (1ull << bits) < divisor) ++bits;
+  unsigned shift = bits > 0 ? bits - 1 : 0;
+  return {divisor, static_cast<unsigned>(((1ull << (32 + shift)) + divisor - 1) / divisor), shift};
+}
+
 struct Box {
   i64 offset;  // bytes after the tensor's first byte
   i64 run;     // contiguous bytes
   i64 extent[max_dims], stride[max_dims];  // [dims], outermost first; stride in bytes
   int dims;
   int tensor;  // which of the call's tensors
+  // filled by measure()
+  int align;                                 // the largest power of two up to 16 that divides offset, run and strides
+  Divider by_run, by_extent[max_dims];       // in vectors of 16 bytes; of use when align is 16
 };
+
+PURLIN_FN void measure(Box& box) {
+  i64 all = box.offset | box.run | vector_bytes;
+  for (int d = 0; d < box.dims; ++d) all |= box.stride[d];
+  box.align = static_cast<int>(all & -all);
+  if (box.align < vector_bytes || box.run / vector_bytes >> 31) return;
+  box.by_run = divider(static_cast<unsigned>(box.run / vector_bytes));
+  for (int d = 0; d < box.dims; ++d) box.by_extent[d] = divider(static_cast<unsigned>(box.extent[d]));
+}
 
 struct Item {
   i64 at, bytes;  // wire bytes [at, at + bytes)

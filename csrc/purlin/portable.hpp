@@ -12,6 +12,14 @@ namespace purlin {
 using i64 = long long;
 using Word = unsigned long long;  // a shared word: 8-byte aligned, lock-free, one writer
 
+PURLIN_FN unsigned multiply_high(unsigned a, unsigned b) {
+#if defined(__CUDA_ARCH__)
+  return __umulhi(a, b);
+#else
+  return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32);
+#endif
+}
+
 template <class T>
 PURLIN_FN constexpr T smaller(T a, T b) {
   return b < a ? b : a;

@@ -1,6 +1,7 @@
 // The CPU Atom: ranks are processes or threads over shared memory. Copies are memcpy, words are std::atomic_ref, packets are lines of 56 + 8 bytes.
 // A wait spins a little, then yields, then sleeps, so that more ranks than cores still run well.
 #pragma once
+#include "../fault.hpp"
 #include "../numeric.hpp"
 #include "concept.hpp"
 
@@ -26,28 +27,10 @@ inline std::atomic_ref<Word> shared(Word* word) {
 
 // ---- when a call fails --------------------------------------------------------------------------------------------------------------------------------
 
-enum class Fault { none, stall, mismatch, grant, left, died, interrupted };
-
-// What a poison word says: {1 : 1, fault : 8, rank that found it : 8, rank it is about : 8}. The first one stays.
-struct Poison {
-  Fault fault;
-  int by, about;
-};
-inline Word encode(Poison p) {
-  return 1ull << 63 | static_cast<Word>(p.fault) << 16 | static_cast<Word>(p.by) << 8 | static_cast<Word>(p.about);
-}
-inline Poison decode(Word w) {
-  return {static_cast<Fault>(w >> 16 & 0xff), static_cast<int>(w >> 8 & 0xff), static_cast<int>(w & 0xff)};
-}
 inline void poison(const Geometry& g, char* arena, Poison what) {
   Word none = 0;
   shared(Inbox{g, arena}.poison()).compare_exchange_strong(none, encode(what), std::memory_order_acq_rel);
 }
-
-struct Record {  // which wait of this rank failed
-  Where where;
-  int team, peer;
-};
 
 struct Host {  // what a call needs of the process it runs in
   std::chrono::nanoseconds timeout{std::chrono::seconds(300)};
@@ -262,7 +245,7 @@ class Cpu {
           [[fallthrough]];
         case Patience::Step::look_around:
           if (poisoned()) return Arrival::never;
-          if (patience.waited() > std::chrono::milliseconds(1) && elsewhere(peer) && !come()) return fail(Fault::mismatch, peer, where);
+          if (patience.waited() > std::chrono::milliseconds(1) && is_elsewhere(peer) && !come()) return fail(Fault::mismatch, peer, where);
           if (patience.waited() > host_.timeout) return fail(Fault::stall, peer, where);
           break;
         default: break;
@@ -279,11 +262,9 @@ class Cpu {
   Arrival line_of(char* line, Word tag, int peer, Where where) {
     return tagged(reinterpret_cast<Word*>(line + payload_bytes), tag, peer, where);
   }
-  // Is the peer in another call than this one, or already past it? Then what is missing will never come.
-  bool elsewhere(int peer) const {
+  bool is_elsewhere(int peer) const {
     Word post = shared(Inbox{call_.geometry, call_.own_arena()}.post(peer)).load(std::memory_order_acquire);
-    i64 ahead = static_cast<i64>((number_of(post) - call_.progress->calls) << signature_bits) >> signature_bits;
-    return ahead > 0 || (ahead == 0 && signature_of(post) != call_.signature);
+    return elsewhere(post, call_.progress->calls, call_.signature);
   }
   bool allowed(Word* tag, int peer) const {
     const Geometry& g = call_.geometry;

@@ -32,7 +32,6 @@ struct Broken : std::runtime_error {  // a law of the machine does not hold
 // ---- who has seen what --------------------------------------------------------------------------------------------------------------------------------
 
 constexpr int max_actors = 32;  // two roles of every team of every rank, and a host a rank
-constexpr int nobody = max_actors - 1;
 
 struct Stamp {  // one thing that an actor did; tick 0: before all
   std::uint32_t actor : 8 = 0;
@@ -144,7 +143,7 @@ class Memory {
   }
   [[noreturn]] void race(const char* what, const char* at, Stamp by, Stamp other) const {
     char text[160];
-    std::snprintf(text, sizeof text, "race: actor %d %s (byte %ld; actor %d, tick %u)", int{by.actor}, what, static_cast<long>(at - first_), int{other.actor}, unsigned{other.tick});
+    std::snprintf(text, sizeof text, "race: actor %u %s (byte %ld; actor %u, tick %u)", unsigned{by.actor}, what, static_cast<long>(at - first_), unsigned{other.actor}, unsigned{other.tick});
     throw Broken(text);
   }
 

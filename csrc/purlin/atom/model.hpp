@@ -67,7 +67,7 @@ class Model {
     r.queue.push_back([this, &r, seen = r.seen, to, from, range] {
       m_.note(&r, "copies wire [%lld, %lld)", range.lo, range.hi);
       Clock now = view(r, seen);
-      knows_grants(to, now);
+      knows_grants(r, to, now);
       for_each_piece(to, from, range, [&](char* write, const char* read, i64 bytes) {
         if (write == read) return;
         m_.memory.read(read, bytes, r.now(), now);
@@ -251,11 +251,11 @@ class Model {
     seen.tick[static_cast<size_t>(r.actor)] = r.tick;
     return seen;
   }
-  void knows_grants(const Place& to, const Clock& now) {
+  void knows_grants(const Role& r, const Place& to, const Clock& now) {
     if (!to.grants) return;
     for (int i = 0; i < to.count; ++i) {
       Word* tag = const_cast<Word*>(&to.grants[to.items[i].box.tensor].tag);
-      Memory::Choice c = m_.memory.choice(tag, nobody, now);
+      Memory::Choice c = m_.memory.choice(tag, r.actor, now);
       if (c.oldest != c.newest) throw Broken("a copy to a place whose grant its role has not acquired");
     }
   }
@@ -346,7 +346,7 @@ class Model {
     i64 place = static_cast<i64>(grant.payload);
     return place >= c_.geometry.heap_at && place <= c_.geometry.arena_bytes - c_.pair[grant.peer].reach;
   }
-  bool poisoned() { return rank().poisoned_at >= 0 && m_.turns() >= rank().poisoned_at; }
+  bool poisoned() { return rank().poisoned_at >= 0 && (m_.last_chance() || m_.turns() >= rank().poisoned_at); }
   Arrival fail(Role& r, const char* fault, int peer, Arrival how) {
     m_.note(&r, "gives up: %s, rank %d", fault, c_.rank_of(peer));
     if (rank().fault.empty()) rank().fault = fault;

@@ -1,0 +1,113 @@
+// Plans on the host: what planning wrote in numbers becomes a Call, cut into chunks. The same for every Atom.
+#include "purlin/endpoint.hpp"
+
+#include <stdexcept>
+
+namespace purlin {
+namespace {
+
+template <class F>
+void for_each_route(Call& call, F f) {
+  f(call.own_from);
+  f(call.own_to);
+  for (int p = 0; p < call.peers(); ++p) {
+    f(call.pair[p].send);
+    f(call.pair[p].remote);
+    f(call.pair[p].receive);
+  }
+}
+
+std::size_t first_of(const Route& route) { return reinterpret_cast<std::size_t>(route.items); }
+
+}  // namespace
+
+Plan::Plan(const PlanText& text, const Geometry& geometry)
+    : input_spans_(text.input_spans), output_spans_(text.output_spans), overlap_allowed_(text.overlap_allowed) {
+  call_.kind = static_cast<Kind>(text.kind);
+  call_.regime = static_cast<Regime>(text.regime);
+  call_.sum = {static_cast<Op>(text.op), static_cast<Dtype>(text.dtype)};
+  call_.rank = text.rank;
+  call_.ranks = text.ranks;
+  call_.teams = text.teams;
+  call_.lag = text.lag;
+  call_.grants = text.grants;
+  call_.signature = text.signature;
+  call_.own_from = route(text.own_from);
+  call_.own_to = route(text.own_to);
+  for (std::size_t p = 0; p < text.send.size(); ++p) {
+    Pair& pair = call_.pair[p];
+    pair.send = route(text.send[p]);
+    pair.remote = route(text.remote[p]);
+    pair.receive = route(text.receive[p]);
+    pair.reach = text.reach[p];
+    pair.send_signature = text.send_signatures[p];
+    pair.receive_signature = text.receive_signatures[p];
+  }
+  for_each_route(call_, [&](Route& r) { cut(r, geometry); });
+  for (int p = 0; p < call_.peers(); ++p)
+    if (call_.regime == Regime::packet && larger(call_.pair[p].send.bytes, call_.pair[p].receive.bytes) > geometry.window_bytes * call_.teams)
+      throw std::invalid_argument("a message of a packet call is larger than its window");
+  call_.steps = steps();
+}
+
+Call Plan::call_with(const Item* items) const {
+  Call call = call_;
+  for_each_route(call, [&](Route& r) { r.items = items + first_of(r); });
+  return call;
+}
+
+// Until call_with() says where the items lie, a route holds the index of its first.
+Route Plan::route(const RouteText& text) {
+  const std::vector<i64>& n = text.numbers;
+  std::size_t first = items_.size();
+  for (std::size_t i = 2; i < n.size();) {
+    Item& item = items_.emplace_back();
+    item.box.tensor = static_cast<int>(n[i]);
+    item.at = n[i + 1];
+    item.box.offset = n[i + 2];
+    item.box.run = item.bytes = n[i + 3];
+    item.box.dims = static_cast<int>(n[i + 4]);
+    i += 5;
+    for (int d = 0; d < item.box.dims; ++d) {
+      item.box.extent[d] = n[i + static_cast<std::size_t>(d)];
+      item.box.stride[d] = n[i + static_cast<std::size_t>(item.box.dims + d)];
+      item.bytes *= item.box.extent[d];
+    }
+    i += 2 * static_cast<std::size_t>(item.box.dims);
+    measure(item.box);
+  }
+  return {reinterpret_cast<const Item*>(first), static_cast<int>(items_.size() - first), n[0], n[1], 0};
+}
+
+// Every chunk is a multiple of 16 bytes of wire, the same for source and reader: it follows from the bytes of the pair alone.
+void Plan::cut(Route& route, const Geometry& geometry) const {
+  i64 even = round_up(larger<i64>(ceil_div(route.bytes, call_.teams), 16), 16);
+  route.chunk = call_.regime == Regime::staged ? smaller(even, geometry.slot_bytes) : even;
+}
+
+int Plan::steps() const {
+  int most = call_.own_from.messages(0, call_.teams);
+  for (int p = 0; p < call_.peers(); ++p)
+    most = larger(most, larger(call_.pair[p].send.messages(0, call_.teams), call_.pair[p].receive.messages(0, call_.teams)));
+  return most;
+}
+
+bool Plan::takes(std::size_t inputs, std::size_t outputs) const {
+  return inputs == input_spans_.size() && outputs == output_spans_.size() && inputs <= max_tensors && outputs <= max_tensors;
+}
+
+bool Plan::overlaps(std::span<const std::uintptr_t> inputs, std::span<const std::uintptr_t> outputs) const {
+  if (overlap_allowed_) return false;
+  auto meet = [](std::uintptr_t a, i64 a_bytes, std::uintptr_t b, i64 b_bytes) {
+    return a_bytes > 0 && b_bytes > 0 && a < b + static_cast<std::uintptr_t>(b_bytes) && b < a + static_cast<std::uintptr_t>(a_bytes);
+  };
+  for (std::size_t o = 0; o < outputs.size(); ++o) {
+    for (std::size_t i = 0; i < inputs.size(); ++i)
+      if (meet(outputs[o], output_spans_[o], inputs[i], input_spans_[i])) return true;
+    for (std::size_t other = 0; other < o; ++other)
+      if (meet(outputs[o], output_spans_[o], outputs[other], output_spans_[other])) return true;
+  }
+  return false;
+}
+
+}  // namespace purlin

@@ -1,0 +1,86 @@
+// The one home of inline assembly. Memory that a peer writes is touched through these functions or plain accesses, never through ld.global.nc.
+#pragma once
+#include "../channel.hpp"
+
+namespace purlin::ptx {
+
+// ---- words
+
+__device__ __forceinline__ Word load_acquire(const Word* from) {
+  Word value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ Word load_relaxed(const Word* from) {
+  Word value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release(Word* to, Word value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+__device__ __forceinline__ void store_relaxed(Word* to, Word value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+__device__ __forceinline__ Word exchange(Word* at, Word value) {  // first come, first served, over the link too
+  Word old;
+  asm volatile("atom.acq_rel.sys.global.cas.b64 %0, [%1], 0, %2;" : "=l"(old) : "l"(at), "l"(value) : "memory");
+  return old;
+}
+
+// ---- lines of 16 bytes: payload and tag arrive together
+
+struct Line {
+  Word payload, tag;
+};
+__device__ __forceinline__ Line load_line(const void* from) {
+  Line line;
+  asm volatile("{ .reg .b128 v; ld.relaxed.sys.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }" : "=l"(line.payload), "=l"(line.tag) : "l"(from) : "memory");
+  return line;
+}
+__device__ __forceinline__ void store_line(void* to, Line line) {
+  asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.sys.global.b128 [%0], v; }" ::"l"(to), "l"(line.payload), "l"(line.tag) : "memory");
+}
+
+// ---- barriers of some of a block's threads
+
+__device__ __forceinline__ void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ bool barrier_or(int id, int threads, bool value) {
+  int any;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.s32 q, %3, 0; bar.red.or.pred p, %1, %2, q; selp.s32 %0, 1, 0, p; }"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<int>(value))
+      : "memory");
+  return any != 0;
+}
+
+// ---- mbarriers: arrivals of one kind of warp, waited for by another
+
+using Gate = unsigned long long;
+__device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ void gate_init(Gate* gate, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(gate)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void gate_arrive(Gate* gate) {
+  asm volatile("{ .reg .b64 s; mbarrier.arrive.shared.b64 s, [%0]; }" ::"r"(shared_address(gate)) : "memory");
+}
+__device__ __forceinline__ bool gate_passed(Gate* gate, unsigned parity) {  // the phase of this parity is complete
+  unsigned passed;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(passed)
+      : "r"(shared_address(gate)), "r"(parity)
+      : "memory");
+  return passed != 0;
+}
+
+// ---- time
+
+__device__ __forceinline__ unsigned long long nanoseconds() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+}  // namespace purlin::ptx
