@@ -1,7 +1,8 @@
 # Every command of the house. `make` alone lists them.
 #   PYTHON=python3.12   the Python that makes the environment (3.10 or newer; one whose torch has CUDA lends its torch)
 #   VENV=.venv          where the environment lies
-#   PURLIN_CUDA=AUTO    AUTO: build the CUDA module where nvcc is there; ON: or fail; OFF: never
+#   PURLIN_CUDA=AUTO    build the CUDA module where nvcc is there; ON: or fail; OFF: never. Left out: wheels as AUTO, and a
+#                       checkout as AUTO on a machine with an NVIDIA GPU, for it takes minutes to compile
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -11,7 +12,8 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_FLAGS ?=
-export PURLIN_CUDA ?= AUTO
+cuda_here = $(or $(PURLIN_CUDA),$(if $(wildcard /dev/nvidia[0-9]*),AUTO,OFF))
+cuda_anywhere = $(or $(PURLIN_CUDA),AUTO)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 bin := $(VENV)/bin
@@ -43,10 +45,11 @@ format: $(VENV)/.dev ## Lay out Python and C++ as `check` wants it
 	$(bin)/ruff format --quiet .
 	$(bin)/clang-format -i $(native) $(wildcard tests/cpp/*.?pp)
 
-headers: build/tests/build.ninja ## Compile each header on its own, by g++ and, where it is there, nvcc
+headers: build/tests/build.ninja ## Compile each header on its own, by g++ and, where it is there, by nvcc
 	$(bin)/cmake --build build/tests --target headers
 
 cuda: build/tests/build.ninja ## Compile csrc/cuda.cu for sm_80, sm_90a and sm_100a, warnings as errors (no GPU needed)
+	@test -e csrc/cuda.cu || { echo "make: there is no csrc/cuda.cu yet"; exit 1; }
 	$(bin)/cmake --build build/tests --target purlin_kernels
 
 model: build/tests/build.ninja ## Explore the protocol under the weakest legal Atom
@@ -54,12 +57,16 @@ model: build/tests/build.ninja ## Explore the protocol under the weakest legal A
 	@$(call run_each,build/tests/model/*,)
 
 # A fixed address layout: ThreadSanitizer of g++ 12 and older does not start under the random one of newer kernels.
-tsan: build/tests/build.ninja ## The protocol on threads under ThreadSanitizer
+tsan: build/tests/build.ninja ## The CPU Atom and the protocol on threads under ThreadSanitizer
 	$(bin)/cmake --build build/tests --target all_tsan
 	@$(call run_each,build/tests/tsan/*,setarch -R)
 
+mutants: $(VENV)/.tools ## Take each guard of the protocol away in turn: a test must notice
+	@$(bin)/python scripts/mutants.py
+
 wheel: $(VENV)/.tools ## A wheel in dist/
-	rm -rf dist && $(pip) wheel --no-build-isolation --no-deps --wheel-dir dist .
+	rm -rf dist
+	PURLIN_CUDA=$(cuda_anywhere) $(pip) wheel --no-build-isolation --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
 gpu: $(VENV)/.dev build ## The tests that need a GPU; a missing one is a failure
@@ -92,12 +99,12 @@ $(VENV)/.tools:
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.tools pyproject.toml CMakeLists.txt $(native)
-	$(pip) install -c $(VENV)/constraints.txt --no-build-isolation --editable .
+	PURLIN_CUDA=$(cuda_here) $(pip) install -c $(VENV)/constraints.txt --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.tools pyproject.toml
-	$(pip) install -c $(VENV)/constraints.txt --no-build-isolation --editable '.[dev]'
+	PURLIN_CUDA=$(cuda_here) $(pip) install -c $(VENV)/constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@ $(VENV)/.built
 
 build/tests/build.ninja: $(VENV)/.tools CMakeLists.txt
-	$(bin)/cmake -S . -B build/tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(bin))/ninja -DPURLIN_MODULES=OFF -DPURLIN_TESTS=ON -DPURLIN_CUDA=$(PURLIN_CUDA) >/dev/null
+	$(bin)/cmake -S . -B build/tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(bin))/ninja -DPURLIN_MODULES=OFF -DPURLIN_TESTS=ON -DPURLIN_CUDA=$(cuda_anywhere) >/dev/null

@@ -52,6 +52,8 @@ NB_MODULE(PURLIN_MODULE, m) {
       .def_ro("slot_bytes", &Geometry::slot_bytes)
       .def_ro("window_bytes", &Geometry::window_bytes)
       .def_ro("heap_bytes", &Geometry::heap_bytes)
+      .def_ro("rings_at", &Geometry::rings_at)
+      .def_ro("packets_at", &Geometry::packets_at)
       .def_ro("heap_at", &Geometry::heap_at)
       .def_ro("arena_bytes", &Geometry::arena_bytes);
 
@@ -80,9 +82,12 @@ NB_MODULE(PURLIN_MODULE, m) {
            nb::arg("rank"), nb::arg("geometry"), nb::kw_only(), nb::arg("arenas"), nb::arg("timeout_s"))
       .def("run", &run, nb::arg("plan"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("stream"), "0: done; else the number of an Outcome.")
       .def("abort", &Endpoint::abort, nb::arg("fault"), nb::arg("about"))
+      .def("leave", &Endpoint::leave, "No further call of this rank will come.")
       .def("begin_at", &Endpoint::begin_at, nb::arg("message"), "Count messages and calls from here; before first use, on every rank alike.")
       .def_prop_ro("fault", [](const Endpoint& end) { Death f = end.death(); return std::make_tuple(f.what, f.by, f.about); })
       .def_prop_ro("stalled", [](const Endpoint& end) { Stalled s = end.stalled(); return std::make_tuple(s.what, s.use, s.step, s.team, s.peer); })
       .def_prop_ro("calls", &Endpoint::calls)
       .def("post", [](const Endpoint& end, int rank) { Word w = end.post(rank); return std::make_tuple(number_of(w), signature_of(w)); }, nb::arg("rank"));
+
+  m.def("fuse", &fuse, nb::arg("ranks"), "Ranks of this process on one device: let their calls run as one.");
 }

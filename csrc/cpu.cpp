@@ -19,6 +19,10 @@ Geometry geometry_of(int ranks, int teams, int slots, i64 slot_bytes, i64 window
   return lay_out(g);
 }
 
+std::shared_ptr<const Item> keep_items(const std::vector<Item>& items) { return {std::shared_ptr<const Item>(), items.data()}; }
+
+void fuse(const std::vector<Endpoint*>&) {}
+
 struct Endpoint::State {
   int rank;
   Geometry geometry;
@@ -70,12 +74,13 @@ Outcome Endpoint::run(const Plan& plan, std::span<const std::uintptr_t> inputs, 
   if (!plan.takes(inputs.size(), outputs.size())) return Outcome::bad_plan;
   if (plan.overlaps(inputs, outputs)) return Outcome::overlap;
   if (state_->busy.test_and_set(std::memory_order_acquire)) return Outcome::concurrent;
-  Call call = plan.call_with(plan.items().data());
+  Call call = plan.call_with(plan.where());
   call.geometry = state_->geometry;
   std::copy(state_->arenas.begin(), state_->arenas.end(), call.arena);
   for (std::size_t i = 0; i < inputs.size(); ++i) call.input[i] = reinterpret_cast<char*>(inputs[i]);
   for (std::size_t o = 0; o < outputs.size(); ++o) call.output[o] = reinterpret_cast<char*>(outputs[o]);
   call.counts = state_->counts.data();
+  call.counts_pitch = state_->geometry.teams;
   call.progress = &state_->progress;
   for (int team = 0; team < call.teams; ++team) {
     cpu::Cpu<> atom(call, team, state_->host);
@@ -88,6 +93,14 @@ Outcome Endpoint::run(const Plan& plan, std::span<const std::uintptr_t> inputs, 
 
 void Endpoint::abort(int fault, int about) {
   for (char* arena : state_->arenas) cpu::poison(state_->geometry, arena, {static_cast<Fault>(fault), state_->rank, about});
+}
+
+void Endpoint::leave() {
+  int ranks = state_->geometry.ranks;
+  for (int p = 0; p < ranks - 1; ++p) {
+    char* theirs = state_->arenas[static_cast<std::size_t>((state_->rank + 1 + p) % ranks)];
+    cpu::shared(Inbox{state_->geometry, theirs}.post(ranks - 2 - p)).store(farewell, std::memory_order_release);
+  }
 }
 
 Death Endpoint::death() const {

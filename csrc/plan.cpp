@@ -48,6 +48,7 @@ Plan::Plan(const PlanText& text, const Geometry& geometry)
     if (call_.regime == Regime::packet && larger(call_.pair[p].send.bytes, call_.pair[p].receive.bytes) > geometry.window_bytes * call_.teams)
       throw std::invalid_argument("a message of a packet call is larger than its window");
   call_.steps = steps();
+  kept_ = keep_items(items_);
 }
 
 Call Plan::call_with(const Item* items) const {

@@ -18,7 +18,6 @@ _HEAD = struct.Struct("<II")  # signature, bytes of text
 class State(IntEnum):
     OPEN = 0
     CLOSED = 1
-    LEFT = 2
 
 
 class Board:

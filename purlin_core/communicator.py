@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,18 +13,19 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from purlin_core import ops
+from purlin_core.canary import poison
 from purlin_core.connection import Connection
 from purlin_core.errors import ClosedError, ConcurrentUseError, DeviceError, PurlinError, SetupError, ShapeError
+from purlin_core.memory import address_of
 from purlin_core.plan import FrozenSizes, freeze_sizes
 from purlin_core.prepare import Asked, Prepared, in_place, prepare, prepare_all_to_all
 from purlin_core.rendezvous import Rendezvous, StoreRendezvous, of_group
 from purlin_core.settings import Settings
 from purlin_core.spec import Op, Sizes
-from purlin_core.tune import Scratch, cpu_scratch
+from purlin_core.tune import Scratch, cpu_scratch, most_teams
 
 MAX_RANKS = 16
 _OVERLAP, _CONCURRENT = 16, 17  # Outcome in csrc/purlin/endpoint.hpp
-_UNWRITTEN = 0xA5  # with PURLIN_CHECK=1 a byte of an output that nobody wrote
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,22 @@ class Communicator:
             raise DeviceError(
                 f"Communicator: `device` needs to be 'cpu'; got '{self.device}'. There is no CUDA Atom in this version."
             )
-        if timeout <= 0 or setup_timeout <= 0 or heap_bytes < 0 or not 1 <= teams <= 32:
-            came = f"timeout={timeout}, setup_timeout={setup_timeout}, heap_bytes={heap_bytes}, teams={teams}"
-            raise SetupError(f"Communicator: needs positive timeouts, heap_bytes >= 0 and 1 to 32 teams; got {came}.")
+        if timeout <= 0 or setup_timeout <= 0 or heap_bytes < 0:
+            came = f"timeout={timeout}, setup_timeout={setup_timeout}, heap_bytes={heap_bytes}"
+            raise SetupError(f"Communicator: needs positive timeouts and heap_bytes >= 0; got {came}.")
         meeting = _meeting(group, rank, ranks)
         if meeting.ranks > MAX_RANKS:
             raise SetupError(
                 f"Communicator: needs at most {MAX_RANKS} ranks; got {meeting.ranks}. Put more on an outer mesh axis."
             )
+        if not 1 <= teams <= most_teams(meeting.ranks):
+            needed = f"1 to {most_teams(meeting.ranks)} `teams` with {meeting.ranks} ranks"
+            raise SetupError(f"Communicator: needs {needed}; got {teams}.")
         self.rank, self.ranks = meeting.rank, meeting.ranks
+        self._marks = (
+            torch.zeros(self.ranks, dtype=torch.uint8),
+            torch.zeros(1, dtype=torch.uint8),
+        )  # what barrier() moves
         self._settings = Settings.from_environment()
         self._terms = {"timeout": float(timeout), "setup_timeout": float(setup_timeout)}
         self._meeting = meeting
@@ -87,9 +95,8 @@ class Communicator:
     def _open(self, heap_bytes: int) -> None:
         self._tie = Connection(self._meeting, self._scratch, self._settings, heap_bytes=heap_bytes, **self._terms)
         self._plans: dict[Any, Prepared] = {}
-        self._granting = heap_bytes > 0
         self._last: Prepared | None = None
-        self._closed = False
+        self._over = ""  # why there are no more calls
 
     # ---- collectives
 
@@ -125,15 +132,28 @@ class Communicator:
         call: str = "exchange",
     ) -> list[Tensor]:
         """redistribute() of several tensors at once: one plan, one notify a peer. `specs`: one for all, or one a tensor. `call` is for texts."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return ops.exchange(self.id, tensors, specs, sizes=sizes, op=op, out=out, tag=tag)
+        return self.exchange_now(tensors, specs, sizes=sizes, op=op, out=out, tag=tag, call=call)
+
+    def exchange_now(
+        self,
+        tensors: Sequence[Tensor],
+        specs: str | Sequence[str],
+        *,
+        sizes: Sizes | None,
+        op: Op,
+        out: Sequence[Tensor] | None,
+        tag: str,
+        call: str = "exchange",
+    ) -> list[Tensor]:
+        """exchange() past the compiler: what its operator runs."""
         texts = specs if isinstance(specs, str) else tuple(specs)
         return self._call(call, tensors, out, texts, freeze_sizes(sizes) if sizes else (), op, tag)
 
     def all_gather_into_tensor(self, out: Tensor, x: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
         """`x` (n, ...) of every rank, in rank order -> `out` (ranks * n, ...) or (ranks, n, ...). `sizes`: rows a rank, where they differ."""
-        shard = x.unsqueeze(0) if out.ndim == x.ndim + 1 else x
-        return self._into("all_gather_into_tensor", out, shard, sizes=sizes)
+        return self._into("all_gather_into_tensor", out, x, sizes=sizes)
 
     def reduce_scatter_tensor(
         self, out: Tensor, x: Tensor, op: Op = "sum", *, sizes: Sequence[int] | None = None
@@ -143,25 +163,21 @@ class Communicator:
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Tensor:
         """`x` reduced over the ranks, in place."""
-        whole = x if x.ndim else x.view(1)
-        self._into("all_reduce", whole, whole, op=op)
-        return x
+        return self._into("all_reduce", x, x, op=op)
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, out_sizes: Sequence[int] | None = None, in_sizes: Sequence[int] | None = None
     ) -> Tensor:
         """in_sizes[d] rows of `x` go to rank d; out_sizes[s] rows of `out` come from rank s, in rank order. None for both: equal shares."""
-        if out_sizes is None and in_sizes is None and x.ndim and out.shape == x.shape and x.shape[0] % self.ranks == 0:
-            rows = (self.ranks, x.shape[0] // self.ranks)
-            self._into("all_to_all_single", _split(out, rows).unsqueeze(1), _split(x, rows).unsqueeze(0))
-            return out
+        if out_sizes is None and in_sizes is None:
+            return self._into("all_to_all_single", out, x)
         shares = tuple(None if sizes is None else tuple(sizes) for sizes in (out_sizes, in_sizes))
-        key = ("all_to_all_single", _facts((x, out)), shares)
+        key = ("all_to_all_single", shares, _facts(x), _facts(out))
         prepared = self._plans.get(key)
         if prepared is None:
             asked = Asked("all_to_all_single", "", (), "sum", "", self.device, granted=False)
-            prepared = self._plans[key] = self._noted(prepare_all_to_all(self._tie.site, asked, x, out, *shares))
-        self._run(prepared, (x,), (out,), key)
+            prepared = self._planned(key, prepare_all_to_all(self._tie.site, asked, x, out, *shares))
+        self._run(prepared, (x,), (out,), [x.data_ptr()], [out.data_ptr()], key)
         return out
 
     def halo(
@@ -179,7 +195,7 @@ class Communicator:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self.exchange([torch.zeros(1, dtype=torch.uint8)], "rank@ -> rank", call="barrier")
+        self._into("barrier", *self._marks)
 
     # ---- memory and what is known of calls
 
@@ -243,7 +259,7 @@ class Communicator:
 
     def abort(self, reason: str) -> None:
         """Make the pending or next call of every rank raise PeerError with this reason. The communicator is dead from then on."""
-        if not self._closed:
+        if not self._over:
             self._tie.tell_why(reason)
 
     @contextmanager
@@ -252,15 +268,15 @@ class Communicator:
         try:
             yield
         except BaseException as error:
-            if not self._closed and self._tie.healthy:
+            if not self._over and self._tie.healthy:
                 first_line = str(error).strip().partition("\n")[0]
                 self.abort(f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__)
             raise
 
     def close(self) -> None:
         """Part from the peers, waiting up to 5 s for them. Idempotent; later calls raise ClosedError."""
-        if not self._closed:
-            self._closed = True
+        if not self._over:
+            self._over = "is closed"
             self._tie.part()
 
     def __enter__(self) -> Communicator:
@@ -272,12 +288,23 @@ class Communicator:
     # ---- one call
 
     def _into(self, call: str, out: Tensor, x: Tensor, *, sizes: Sequence[int] | None = None, op: Op = "sum") -> Tensor:
-        """A collective of torch's: its spec follows from its name and the dims of `x`."""
-        spec = _spec(call, x.ndim)
-        if torch.compiler.is_compiling():
-            ops.exchange(self.id, [x], spec, sizes=_rows("d0", sizes), op=op, out=[out], tag="")
-        else:
-            self._call(call, (x,), (out,), spec, () if sizes is None else freeze_sizes({"d0": sizes}), op, "")
+        """A collective of torch's: its spec follows from its name and the dims of `x`. The shortest way, for it is the latency of small calls."""
+        if torch.compiler.is_dynamo_compiling():
+            spec, shaped, into = _as_spec(call, x, out, self.ranks)
+            ops.exchange(self.id, [shaped], spec, sizes=_rows("d0", sizes), op=op, out=[into], tag="")
+            return out
+        to, heap = address_of(out), self._tie.heap
+        rows = None if sizes is None else tuple(sizes)
+        key = (call, op, rows, heap.lo <= to < heap.hi, out is x, _facts(x), _facts(out))
+        prepared = self._plans.get(key)
+        if prepared is None:
+            spec, shaped, into = _as_spec(call, x, out, self.ranks)
+            asked = Asked(call, spec, freeze_sizes(_rows("d0", sizes)), op, "", self.device, heap.holds_all([out]))
+            prepared = prepare(self._tie.site, asked, [shaped], [into])
+            if out is x:
+                prepared = in_place(self._tie.site, prepared, [to], [to])
+            self._planned(key, prepared)
+        self._run(prepared, (x,), (out,), [x.data_ptr()], [to], key)
         return out
 
     def _call(
@@ -290,43 +317,55 @@ class Communicator:
         op: Op,
         tag: str,
     ) -> list[Tensor]:
-        granted = self._granting and out is not None and self._tie.heap.holds_all(out)
-        onto_itself = out is not None and len(out) == 1 and out[0] is tensors[0]
-        key = (call, specs, sizes, op, tag, granted, onto_itself, _facts(tensors), None if out is None else _facts(out))
+        granted = out is not None and self._tie.heap.holds_all(out)
+        wanted = None if out is None else tuple(map(_facts, out))
+        key = (call, specs, sizes, op, tag, granted, tuple(map(_facts, tensors)), wanted)
         prepared = self._plans.get(key)
         if prepared is None:
             asked = Asked(call, specs, sizes, op, tag, self.device, granted)
-            prepared = self._noted(prepare(self._tie.site, asked, tensors, out))
-            if out is not None and onto_itself:
-                prepared = in_place(self._tie.site, prepared, tensors, out)
-            self._plans[key] = prepared
+            prepared = self._planned(key, prepare(self._tie.site, asked, tensors, out))
         if out is None:
             out = [torch.empty(shape, dtype=x.dtype) for shape, x in zip(prepared.out_shapes, tensors, strict=True)]
-        self._run(prepared, tensors, out, key)
+        self._run(prepared, tensors, out, [x.data_ptr() for x in tensors], [address_of(o) for o in out], key)
         return list(out)
 
-    def _run(self, prepared: Prepared, inputs: Sequence[Tensor], outputs: Sequence[Tensor], key: Any) -> None:
-        if self._closed:
-            raise ClosedError(f"{prepared.text}: the communicator is closed. Make a new one.")
-        if self._settings.check and not prepared.overlapping:
-            for out in outputs:
-                out.view(torch.uint8).fill_(_UNWRITTEN) if out.is_contiguous() and out.ndim else None
-        code = self._tie.end.run(prepared.native, [x.data_ptr() for x in inputs], [o.data_ptr() for o in outputs], 0)
+    def _planned(self, key: Any, prepared: Prepared) -> Prepared:
+        self._tie.boards[self.rank].note(prepared.signature, prepared.text)
+        self._plans[key] = prepared
+        return prepared
+
+    def _run(
+        self,
+        prepared: Prepared,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        at: list[int],
+        to: list[int],
+        key: Any,
+    ) -> None:
+        """`at`, `to`: where inputs and outputs lie."""
+        if self._over:
+            self._usable(prepared.text)
+        tie = self._tie
+        if tie.canaries is not None:
+            tie.canaries.feed()
+            poison(outputs, inputs)
+        code = tie.end.run(prepared.native, at, to, 0)
         if code == 0:
             prepared.calls += 1
             self._last = prepared
+            if tie.canaries is not None:
+                tie.canaries.look(prepared.text)
         elif code == _OVERLAP:
-            self._run_in_place(prepared, inputs, outputs, key)
+            apart = (key, tuple(address - at[0] for address in (*at, *to)))
+            self._run(self._in_place(prepared, at, to, apart), inputs, outputs, at, to, apart)
         else:
             raise self._failure(code, prepared)
 
-    def _run_in_place(self, prepared: Prepared, inputs: Sequence[Tensor], outputs: Sequence[Tensor], key: Any) -> None:
+    def _in_place(self, prepared: Prepared, at: Sequence[int], to: Sequence[int], apart: Any) -> Prepared:
         """Tensors that share storage: allowed in three forms, each checked once and then a plan of its own."""
-        apart = (key, tuple(t.data_ptr() - inputs[0].data_ptr() for t in (*inputs, *outputs)))
         allowed = self._plans.get(apart)
-        if allowed is None:
-            allowed = self._plans[apart] = in_place(self._tie.site, prepared, inputs, outputs)
-        self._run(allowed, inputs, outputs, apart)
+        return allowed or self._planned(apart, in_place(self._tie.site, prepared, at, to))
 
     def _failure(self, code: int, prepared: Prepared) -> PurlinError:
         if code == _CONCURRENT:
@@ -343,8 +382,17 @@ class Communicator:
         return prepared
 
     def _usable(self, call: str) -> None:
-        if self._closed:
-            raise ClosedError(f"{call}: the communicator is closed. Make a new one.")
+        if self._over:
+            raise ClosedError(f"{call}: the communicator {self._over}. Make a new one.")
+
+
+def _disown() -> None:
+    """A forked child owns none of its parent's communicators: a call of the child would speak with the parent's voice."""
+    for communicator in ops.living():
+        communicator._over = "belongs to the process that this one was forked from"
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 def _meeting(group: Any, rank: int | None, ranks: int | None) -> Rendezvous:
@@ -356,29 +404,52 @@ def _meeting(group: Any, rank: int | None, ranks: int | None) -> Rendezvous:
         return StoreRendezvous(group, rank, ranks)
     if rank is not None or ranks is not None:
         raise SetupError("Communicator: `rank` and `ranks` go with a Store only; a group knows them.")
-    return group if hasattr(group, "gather") else of_group(group)
+    return group if isinstance(group, Rendezvous) else of_group(group)
 
 
-def _facts(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """All of tensors that a plan depends on."""
-    return tuple(
-        [(x.shape, x.stride(), x.dtype, x.device, x.requires_grad and torch.is_grad_enabled()) for x in tensors]
-    )
+def _facts(x: Tensor) -> tuple[Any, ...]:
+    """All of a tensor that a plan depends on."""
+    try:
+        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad and torch.is_grad_enabled()
+    except RuntimeError:  # some sparse tensors have no strides: planning refuses them by name
+        return (x.layout,)
 
 
-@cache
-def _spec(call: str, dims: int) -> str:
-    """The spec of a collective of torch's names on an input of so many dims."""
-    if dims == 0:
+def _as_spec(call: str, x: Tensor, out: Tensor, ranks: int) -> tuple[str, Tensor, Tensor]:
+    """A collective of torch's names as spec, input and output; these are views, at the same addresses."""
+    if call == "all_to_all_single":
+        return _all_to_all(x, out, ranks)
+    if call == "all_gather_into_tensor" and out.ndim == x.ndim + 1:
+        x = x.unsqueeze(0)
+    if call == "all_reduce" and x.ndim == 0:
+        x, out = x.view(1), out.view(1)
+    if x.ndim == 0:
         raise ShapeError(f"{call}: `x` needs at least one dim; got a scalar. Pass x.view(1).")
-    rest = "".join(f" d{i}" for i in range(1, dims))
+    rest = "".join(f" d{i}" for i in range(1, x.ndim))
     specs = {
         "all_gather_into_tensor": f"d0@{rest} -> d0{rest}",
         "reduce_scatter_tensor": f"+d0{rest} -> d0@{rest}",
         "all_reduce": f"+d0{rest} -> d0{rest}",
-        "all_to_all_single": f"d0@{rest} -> d0 d1@{rest[3:]}",  # d0: the source, d1: the reader
+        "barrier": "d0@ -> d0",
     }
-    return specs[call]
+    return specs[call], x, out
+
+
+def _all_to_all(x: Tensor, out: Tensor, ranks: int) -> tuple[str, Tensor, Tensor]:
+    """With equal shares: dim 0 is two, the source and its rows on the left, the reader and its rows on the right."""
+    if x.ndim == 0 or out.shape != x.shape or x.shape[0] % ranks:
+        needed = f"`x` and `out` of one shape, dim 0 divisible by {ranks} ranks"
+        came = f"{_rows_of(x)} and {_rows_of(out)}"
+        raise ShapeError(
+            f"all_to_all_single: needs {needed}; got {came}. Pass in_sizes and out_sizes for uneven shares."
+        )
+    rest = "".join(f" d{i}" for i in range(2, x.ndim + 2))
+    rows = (ranks, x.shape[0] // ranks)
+    return f"d0@ d1{rest} -> d0 d1@{rest}", _split(x, rows).unsqueeze(0), _split(out, rows).unsqueeze(1)
+
+
+def _rows_of(x: Tensor) -> str:
+    return f"{x.shape[0]} rows of {tuple(x.shape[1:])}" if x.ndim else "a scalar"
 
 
 def _split(x: Tensor, rows: tuple[int, int]) -> Tensor:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from purlin_core import _cpu
 from purlin_core.board import BOARD_BYTES, Board, State
+from purlin_core.canary import Canaries
 from purlin_core.errors import PurlinError, SetupError
 from purlin_core.failure import Fault, Scene, error_of
-from purlin_core.memory import Heap, Segment
+from purlin_core.memory import GUARD_BYTES, Heap, Segment
 from purlin_core.prepare import Prepared, Site
 from purlin_core.rendezvous import LocalRendezvous, Rendezvous
 from purlin_core.settings import VERSION, Settings
@@ -39,7 +41,6 @@ class Connection:
         self.rank, self.ranks = meeting.rank, meeting.ranks
         self.timeout = timeout
         self._meeting, self._setup_timeout = meeting, setup_timeout
-        self._pid = os.getpid()
         geometry = _geometry(self.ranks, scratch, heap_bytes)
         local = isinstance(meeting, LocalRendezvous)
         make = Segment.private if local else Segment.shared
@@ -51,27 +52,24 @@ class Connection:
             **asdict(scratch),
             **asdict(settings),
         }
-        card: dict[str, Any] = {
-            "machine": platform.node(),
-            "pid": self._pid,
-            "files": [s.fd for s in own],
-            "terms": terms,
-        }
-        everyone = meeting.gather(card | ({"segments": own} if local else {}), timeout=setup_timeout)
-        check_terms([there["terms"] for there in everyone])
-        mapped = [own if r == self.rank else _map(there, own) for r, there in enumerate(everyone)]
-        self.boards = [Board(board) for _, board in mapped]
-        self._mapped = mapped  # the endpoint knows addresses only
-        self.heap = Heap(own[0], geometry.heap_at, heap_bytes)
-        self.site = Site(self.rank, self.ranks, scratch, geometry)
-        self.end = _cpu.Endpoint(self.rank, geometry, arenas=[arena.address for arena, _ in mapped], timeout_s=timeout)
-        meeting.gather(None, timeout=setup_timeout)  # all have mapped and set their words: from here on peers may write
-        for segment in own:
-            segment.forget()
-        self._watch = (
-            None if local else Watch({r: t["pid"] for r, t in enumerate(everyone) if r != self.rank}, self._on_death)
-        )
-        self._exit = weakref.finalize(self, _leave, self.boards[self.rank], self._watch, self._pid)
+        try:
+            everyone = meeting.gather(_card(own, terms, local=local), timeout=setup_timeout)
+            check_terms([there["terms"] for there in everyone])
+            mapped = [own if r == self.rank else _map(there, own) for r, there in enumerate(everyone)]
+            self.boards = [Board(board) for _, board in mapped]
+            self.heap = Heap(own[0], geometry.heap_at, heap_bytes, guarded=settings.check)
+            self.canaries = Canaries(own[0], _behind(geometry), self.heap) if settings.check else None
+            self.site = Site(self.rank, self.ranks, scratch, geometry)
+            addresses = [arena.address for arena, _ in mapped]
+            self.end = _cpu.Endpoint(self.rank, geometry, arenas=addresses, timeout_s=timeout)
+            meeting.gather(None, timeout=setup_timeout)  # all have mapped and set their words: now peers may write
+        finally:
+            for segment in own:
+                segment.forget()
+        pids = {r: there["pid"] for r, there in enumerate(everyone) if r != self.rank}
+        watch = None if local else Watch(pids, _teller(self))
+        self._ending = _Ending(self.end, mapped, self.boards[self.rank], watch, os.getpid())
+        self._exit = weakref.finalize(self, self._ending.leave)
 
     @property
     def healthy(self) -> bool:
@@ -91,14 +89,10 @@ class Connection:
         self.end.abort(int(Fault.LEFT), self.rank)
 
     def part(self) -> None:
-        """Leave, together with the peers when they come in time."""
-        if os.getpid() != self._pid:  # a forked child owns none of this
-            return
-        if self.healthy:
-            try:
-                self._meeting.gather(None, timeout=PARTING_TIMEOUT)
-            except SetupError:
-                self.tell_why("it closed its communicator")
+        """Leave, together with the peers when they come in time. After a fault, say so and go."""
+        self._ending.say()
+        with suppress(SetupError):
+            self._meeting.gather(None, timeout=PARTING_TIMEOUT if self.healthy else 0.001)
         self._exit()
 
     def _on_death(self, peer: int) -> None:
@@ -106,11 +100,48 @@ class Connection:
             self.end.abort(int(Fault.DIED), peer)
 
 
-def _leave(board: Board, watch: Watch | None, pid: int) -> None:
-    if os.getpid() == pid:
-        board.state = State.CLOSED
-        if watch is not None:
-            watch.stop()
+def _card(own: tuple[Segment, Segment], terms: Mapping[str, Any], *, local: bool) -> dict[str, Any]:
+    """What a rank tells the others of itself; where all are threads of a process, its memory too."""
+    files = [segment.fd for segment in own]
+    card: dict[str, Any] = {"machine": platform.node(), "pid": os.getpid(), "files": files, "terms": terms}
+    return card | {"segments": own} if local else card
+
+
+def _teller(connection: Connection) -> Callable[[int], None]:
+    """Tells a connection of a death, and does not keep it alive."""
+    weak = weakref.WeakMethod(connection._on_death)
+
+    def died(peer: int) -> None:
+        tell = weak()
+        if tell is not None:
+            tell(peer)
+
+    return died
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """What leaving needs; it does not keep the connection alive."""
+
+    end: _cpu.Endpoint
+    mapped: Sequence[tuple[Segment, Segment]]  # arena and board of each rank; `end` knows their addresses only
+    board: Board
+    watch: Watch | None
+    pid: int
+
+    def say(self) -> None:
+        """Whoever waits for this rank need not wait any longer."""
+        if not self.board.reason:
+            self.board.reason = "it closed its communicator"
+        self.end.leave()
+
+    def leave(self) -> None:
+        if os.getpid() != self.pid:  # a forked child owns none of this
+            return
+        self.say()
+        self.board.state = State.CLOSED
+        if self.watch is not None:
+            self.watch.stop()
 
 
 def _geometry(ranks: int, scratch: Scratch, heap_bytes: int) -> _cpu.Geometry:
@@ -122,6 +153,13 @@ def _geometry(ranks: int, scratch: Scratch, heap_bytes: int) -> _cpu.Geometry:
         window_bytes=scratch.window_bytes,
         heap_bytes=heap_bytes,
     )
+
+
+def _behind(geometry: _cpu.Geometry) -> dict[int, str]:
+    """Where in an arena the regions that peers write end; csrc/purlin/channel.hpp leaves a line behind each."""
+    ends = (geometry.rings_at, geometry.packets_at, geometry.heap_at, geometry.arena_bytes)
+    names = ("the words", "the ring slots", "the packet windows", "the heap")
+    return {end - GUARD_BYTES: name for end, name in zip(ends, names, strict=True)}
 
 
 def check_terms(terms: Sequence[Mapping[str, Any]]) -> None:

@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from purlin_core.errors import SetupError, ShapeError
 
 HEAP_ALIGN = 128  # bytes
+GUARD_BYTES = 64  # that nobody writes, behind a region
 
 
 class Segment:
@@ -64,30 +66,51 @@ class Segment:
             self.fd = None
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """Where a tensor begins; for one without elements, where its storage does; 0 for one without storage, which no call can use."""
+    try:
+        return tensor.data_ptr() or tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
+
+
 class Heap:
     """Outputs that peers may be granted: a first-fit allocator over a part of the arena. Freeing is local: when a tensor dies, its bytes are free."""
 
-    def __init__(self, segment: Segment, at: int, size: int) -> None:
+    def __init__(self, segment: Segment, at: int, size: int, *, guarded: bool = False) -> None:
         self._segment = segment
+        self._guard_bytes = GUARD_BYTES if guarded else 0  # behind each tensor
+        self._ends: dict[int, int] = {}  # offset -> end of the tensor there, of the living when guarded
         self._free = [(at, size)] if size else []  # (offset, bytes), by offset
+        self._returned: deque[tuple[int, int]] = deque()  # by finalisers, which may run at any moment and on any thread
         self.lo = segment.address + at
         self.hi = self.lo + size
 
     def holds_all(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Can all of these be granted?"""
-        return all(self.lo <= t.data_ptr() < self.hi and t.is_contiguous() for t in tensors)
+        return all(self._holds(t) and t.is_contiguous() for t in tensors)
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        return self.lo <= address_of(tensor) < self.hi
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in the arena. Raises ShapeError when no hole is large enough."""
         wanted = math.prod(shape) * dtype.itemsize
-        taken = -(-max(wanted, 1) // HEAP_ALIGN) * HEAP_ALIGN
+        taken = -(-max(wanted + self._guard_bytes, 1) // HEAP_ALIGN) * HEAP_ALIGN
         offset = self._take(taken)
+        self._ends[offset] = offset + wanted
         window = memoryview(self._segment.mapping)[offset : offset + taken]
-        weakref.finalize(window, self._give_back, offset, taken).atexit = False
+        weakref.finalize(window, self._returned.append, (offset, taken)).atexit = False
         flat = torch.frombuffer(window, dtype=torch.uint8)
-        return flat[:wanted].view(dtype).view(*shape)
+        return flat[:wanted].view(dtype).view(tuple(shape))
+
+    def guards(self) -> set[int]:
+        """Where the living tensors of a guarded heap end: GUARD_BYTES behind each are nobody's."""
+        self._merge()
+        return set(self._ends.values()) if self._guard_bytes else set()
 
     def _take(self, taken: int) -> int:
+        self._merge()
         for i, (offset, size) in enumerate(self._free):
             if size >= taken:
                 self._free[i : i + 1] = [(offset + taken, size - taken)] if size > taken else []
@@ -98,13 +121,17 @@ class Heap:
             "Pass a larger heap_bytes to the communicator, or call reserve() on every rank before the first empty()."
         )
 
-    def _give_back(self, offset: int, size: int) -> None:
-        holes = sorted([*self._free, (offset, size)])
-        merged = [holes[0]]
+    def _merge(self) -> None:
+        """Holes that touch become one."""
+        holes = self._free
+        while self._returned:
+            holes.append(self._returned.popleft())
+            del self._ends[holes[-1][0]]
+        holes.sort()
+        self._free = holes[:1]
         for at, extent in holes[1:]:
-            last, before = merged[-1]
+            last, before = self._free[-1]
             if last + before == at:
-                merged[-1] = (last, before + extent)
+                self._free[-1] = (last, before + extent)
             else:
-                merged.append((at, extent))
-        self._free = merged
+                self._free.append((at, extent))

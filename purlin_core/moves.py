@@ -67,7 +67,7 @@ class Moves:
     COPY: send[d] -> receive[s] at the other side; own_from -> own_to locally.
     REDUCE: send[d] is my contribution to d's part; receive[s].bytes is my part's size (its items are unused); own_from is my contribution to my
     part and own_to its place in the output.
-    ALL_REDUCE (joined): items are whole tensors; send[d] is d's slice of the input, receive[s] is s's slice of the output, own_from / own_to are my slice.
+    ALL_REDUCE (joined): items are whole tensors; send[d] is d's slice of the input, receive[s] is s's slice of the output, own_from, own_to: mine.
     """
 
     kind: Kind

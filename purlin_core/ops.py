@@ -17,7 +17,7 @@ from purlin_core.spec import Op, Sizes, Spec
 if TYPE_CHECKING:
     from purlin_core.communicator import Communicator
 
-# Operators take numbers and strings only, so a communicator goes by its number. Names and sizes travel as a flat list: how many sizes a name has, then they.
+# Operators take numbers and strings only, so a communicator goes by its number, and sizes as a flat list: how many a name has, then they.
 _live: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
@@ -31,6 +31,11 @@ def register(communicator: Communicator) -> int:
     number = next(_numbers)
     _live[number] = communicator
     return number
+
+
+def living() -> list[Communicator]:
+    """Every communicator of this process."""
+    return list(_live.values())
 
 
 def exchange(
@@ -79,7 +84,8 @@ def _communicator(number: int) -> Communicator:
 def _exchange(
     communicator: int, tensors: list[Tensor], specs: list[str], names: list[str], sizes: list[int], op: Op, tag: str
 ) -> list[Tensor]:
-    return _communicator(communicator).exchange(tensors, tuple(specs), sizes=_unflatten(names, sizes), op=op, tag=tag)
+    given = _unflatten(names, sizes)
+    return _communicator(communicator).exchange_now(tensors, tuple(specs), sizes=given, op=op, out=None, tag=tag)
 
 
 def _exchange_into(
@@ -92,7 +98,8 @@ def _exchange_into(
     tag: str,
     out: list[Tensor],
 ) -> None:
-    _communicator(communicator).exchange(tensors, tuple(specs), sizes=_unflatten(names, sizes), op=op, out=out, tag=tag)
+    given = _unflatten(names, sizes)
+    _communicator(communicator).exchange_now(tensors, tuple(specs), sizes=given, op=op, out=out, tag=tag)
 
 
 def _fake_exchange(

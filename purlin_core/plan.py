@@ -464,6 +464,8 @@ def check_alias(
     Three forms are allowed, tensor by tensor: an all-gather whose input is its own shard of the output, a
     reduce-scatter whose output is its own shard of the input, an all-reduce onto itself. There own_from and own_to name
     the same bytes, and the side that runs the moves (csrc) leaves the own copy out because the addresses are equal.
+    In an all-reduce the peers still read what own_to overwrites: that side also writes a chunk of the output only after
+    it has staged that chunk for every peer.
     `specs`: one a tensor; none where no form is allowed. Interleaved views are told apart byte by byte; two tensors
     whose strides do not nest in each other count as sharing.
     """

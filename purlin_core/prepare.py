@@ -30,7 +30,7 @@ from purlin_core.plan import (
     seen_by,
     sent_bytes,
 )
-from purlin_core.reference import check_reducible
+from purlin_core.reference import check_op, check_reducible
 from purlin_core.settings import VERSION
 from purlin_core.spec import Op, Spec, check_sizes
 from purlin_core.tune import Regime, Schedule, Scratch, choose
@@ -83,13 +83,18 @@ class Prepared:
     moves: Moves
     schedule: Schedule
     operands: tuple[Operand, ...]  # none of an all_to_all_single with sizes
-    out_shapes: tuple[tuple[int, ...], ...]
+    inputs: tuple[Memory, ...]  # how they lie, wherever that is
+    outputs: tuple[Memory, ...]
     text: str
     signature: int
     sent_bytes: int  # payload of this rank on the wire, a call
     received_bytes: int
     overlapping: bool = False  # an input and an output share storage, in an allowed form
     calls: int = 0
+
+    @property
+    def out_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(out.shape for out in self.outputs)
 
     def explain(self) -> str:
         """Moves, bytes with their formula, regime, teams, and why."""
@@ -101,17 +106,18 @@ class Prepared:
 
 def prepare(site: Site, asked: Asked, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> Prepared:
     """Plan a call of specs. Raises SpecError, ShapeError, DtypeError, DeviceError, AliasError; touches no channel."""
-    operands, out_shapes = _operands(site, asked, tensors, out)
+    operands, inputs, outputs = _operands(site, asked, tensors, out)
     moves = plan_moves(operands, site.rank, site.ranks, call=asked.call)
     largest = largest_message(operands, site.rank, site.ranks, call=asked.call)
     schedule = choose(moves.kind, site.scratch, largest=largest, granted=asked.granted and len(operands) <= MAX_GRANTS)
     if schedule.regime is not Regime.PACKET and operands[0].spec.kind_name == "all_reduce":
         moves = plan_moves(operands, site.rank, site.ranks, all_reduce=AllReduce.JOINED, call=asked.call)
     remote = _remote(site, operands) if schedule.regime is Regime.DIRECT else ()
-    spans = ([_span(o.shape, o.strides, o.itemsize) for o in operands], _out_spans(operands, out_shapes))
     text = _text(site, operands, asked)
-    arguments = _arguments(site, moves, schedule, text, asked.op, tensors[0].dtype, spans, remote)
-    return _prepared(site, arguments, moves, schedule, tuple(operands), out_shapes, text)
+    if schedule.regime is Regime.DIRECT:
+        text += ", into granted outputs"
+    arguments = _arguments(site, moves, schedule, text, asked.op, tensors[0].dtype, (inputs, outputs), remote)
+    return _prepared(site, arguments, moves, schedule, tuple(operands), (inputs, outputs), text)
 
 
 def prepare_all_to_all(
@@ -133,24 +139,21 @@ def prepare_all_to_all(
     )
     why = "no rank knows the sizes between the others"
     schedule = Schedule(Regime.STAGED, site.scratch.teams, site.scratch.slots // 2, why)
-    dtype = str(x.dtype).removeprefix("torch.")
-    text = f"{asked.call} with sizes, rows of {tuple(x.shape[1:])} {dtype}"
-    spans = ([_span(t.shape, t.stride(), t.element_size())] for t in (x, out))
-    arguments = _arguments(site, moves, schedule, text, asked.op, x.dtype, tuple(spans), ())
-    return _prepared(site, arguments, moves, schedule, (), (tuple(out.shape),), text)
+    text = f"{asked.call} with sizes, rows of {tuple(x.shape[1:])} {_name(x.dtype)}"
+    memories = (Memory.of("x", x),), (Memory.of("out", out),)
+    arguments = _arguments(site, moves, schedule, text, asked.op, x.dtype, memories, ())
+    return _prepared(site, arguments, moves, schedule, (), memories, text)
 
 
-def in_place(site: Site, prepared: Prepared, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Prepared:
-    """The same call on tensors that share storage. Raises AliasError unless it is in one of the three forms."""
-    several = len(inputs) > 1
-    memories = [Memory.of(f"tensors[{i}]" if several else "x", x) for i, x in enumerate(inputs)]
-    results = [Memory.of(f"out[{i}]" if several else "out", o) for i, o in enumerate(outputs)]
+def in_place(site: Site, prepared: Prepared, at: Sequence[int], to: Sequence[int]) -> Prepared:
+    """The same call on tensors that share storage; `at`, `to`: addresses. Raises AliasError unless it is in one of the three forms."""
+    inputs = [replace(x, address=address) for x, address in zip(prepared.inputs, at, strict=True)]
+    outputs = [replace(out, address=address) for out, address in zip(prepared.outputs, to, strict=True)]
     specs = [operand.spec for operand in prepared.operands]
-    check_alias(prepared.moves, memories, results, specs=specs, call=prepared.text.partition(" ")[0])
+    check_alias(prepared.moves, inputs, outputs, specs=specs, call=prepared.text.partition(" ")[0])
     arguments = {**prepared.arguments, "overlap_allowed": True}
-    return replace(
-        prepared, native=_cpu.Plan(site.geometry, **arguments), arguments=arguments, overlapping=True, calls=0
-    )
+    native = _cpu.Plan(site.geometry, **arguments)
+    return replace(prepared, native=native, arguments=arguments, overlapping=True, calls=0)
 
 
 # ---- what is asked for, checked
@@ -158,7 +161,8 @@ def in_place(site: Site, prepared: Prepared, inputs: Sequence[Tensor], outputs: 
 
 def _operands(
     site: Site, asked: Asked, tensors: Sequence[Tensor], out: Sequence[Tensor] | None
-) -> tuple[list[Operand], tuple[tuple[int, ...], ...]]:
+) -> tuple[list[Operand], tuple[Memory, ...], tuple[Memory, ...]]:
+    """The operands, and how inputs and outputs lie."""
     texts = [asked.specs] * len(tensors) if isinstance(asked.specs, str) else asked.specs
     specs = [Spec.parse(text) for text in texts]
     if len(specs) != len(tensors) or not 1 <= len(tensors) <= MAX_TENSORS:
@@ -167,19 +171,21 @@ def _operands(
         )
     _check_tensors(asked, tensors, out)
     check_sizes(specs, dict(asked.sizes), call=asked.call)
-    operands, out_shapes = [], []
+    operands, inputs, outputs = [], [], []
     for i, (spec, x) in enumerate(zip(specs, tensors, strict=True)):
         sizes = tuple((name, size) for name, size in asked.sizes if name in spec.left.segments)
-        name = f"tensors[{i}]" if len(tensors) > 1 else "x"
+        name, result = (f"tensors[{i}]", f"out[{i}]") if len(tensors) > 1 else ("x", "out")
         shape = output_shape(spec, x.shape, site.rank, site.ranks, dict(sizes), call=asked.call, argument=name)
         if out is not None:
             _check_out(asked, out[i], shape, x.dtype)
-        strides = contiguous(shape) if out is None else out[i].stride()
-        operands.append(Operand(spec, tuple(x.shape), x.stride(), strides, x.element_size(), str(x.dtype), sizes))
-        out_shapes.append(shape)
+        strides = contiguous(shape) if out is None else tuple(out[i].stride())
+        operands.append(Operand(spec, tuple(x.shape), x.stride(), strides, x.element_size(), _name(x.dtype), sizes))
+        inputs.append(Memory.of(name, x))
+        outputs.append(Memory(result, 0, shape, strides, x.element_size()))
+    check_op(asked.op, call=asked.call)
     if specs[0].partial:
         check_reducible(tensors[0].dtype, asked.op, call=asked.call)
-    return operands, tuple(out_shapes)
+    return operands, tuple(inputs), tuple(outputs)
 
 
 def _check_tensors(asked: Asked, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
@@ -220,13 +226,13 @@ def _prepared(
     moves: Moves,
     schedule: Schedule,
     operands: tuple[Operand, ...],
-    out_shapes: tuple[tuple[int, ...], ...],
+    memories: tuple[tuple[Memory, ...], tuple[Memory, ...]],
     text: str,
 ) -> Prepared:
     native = _cpu.Plan(site.geometry, **arguments)
     signature = arguments["signature"]
     sent, received = sent_bytes(moves), received_bytes(moves)
-    return Prepared(native, arguments, moves, schedule, operands, out_shapes, text, signature, sent, received)
+    return Prepared(native, arguments, moves, schedule, operands, *memories, text, signature, sent, received)
 
 
 def _arguments(
@@ -236,13 +242,15 @@ def _arguments(
     text: str,
     op: Op,
     dtype: torch.dtype,
-    spans: tuple[Sequence[int], ...],
+    memories: tuple[tuple[Memory, ...], tuple[Memory, ...]],
     remote: Sequence[Route],
 ) -> dict[str, Any]:
-    """Keyword arguments of _cpu.Plan. `spans`: bytes from the first to the last of each input, of each output. Routes go by peer, not by rank."""
+    """Keyword arguments of _cpu.Plan. Routes go by peer, not by rank."""
     peers = [(site.rank + 1 + p) % site.ranks for p in range(site.ranks - 1)]
     send, receive = [moves.send[r] for r in peers], [moves.receive[r] for r in peers]
     away = [remote[r] for r in peers] if remote else [Route()] * len(peers)
+    inputs, outputs = memories
+    grants = len(outputs) if schedule.regime is Regime.DIRECT else 0
     signature = _signature(f"{text}|{schedule.regime.name}|{schedule.teams}|{schedule.lag}|{VERSION}")
     return {
         "kind": int(moves.kind),
@@ -252,18 +260,18 @@ def _arguments(
         "rank": site.rank,
         "teams": schedule.teams,
         "lag": schedule.lag,
-        "grants": len(spans[1]) if schedule.regime is Regime.DIRECT else 0,
+        "grants": grants,
         "signature": signature,
         "own_from": _numbers(moves.own_from),
         "own_to": _numbers(moves.own_to),
         "send": [_numbers(route) for route in send],
         "remote": [_numbers(route) for route in away],
         "receive": [_numbers(route) for route in receive],
-        "reach": [_reach(route) for route in away],
+        "reach": [_reach(route, grants) for route in away],
         "send_signatures": [_pair_signature(signature, route.bytes) for route in send],
         "receive_signatures": [_pair_signature(signature, _expected_bytes(moves, route)) for route in receive],
-        "input_spans": list(spans[0]),
-        "output_spans": list(spans[1]),
+        "input_spans": [x.end - x.address for x in inputs],
+        "output_spans": [out.end - out.address for out in outputs],
         "overlap_allowed": False,
     }
 
@@ -292,8 +300,13 @@ def _numbers(route: Route) -> list[int]:
     return numbers
 
 
-def _reach(route: Route) -> int:
-    return max((i.box.offset + _distance(i.box.extents, i.box.strides) + i.box.run for i in route.items), default=0)
+def _reach(route: Route, grants: int) -> int:
+    """Bytes that each of a peer's granted outputs needs to have, in which this route lies: those of the one that it needs least of."""
+    reaches = [0] * grants
+    for item in route.items:
+        needed = item.box.offset + _distance(item.box.extents, item.box.strides) + item.box.run
+        reaches[item.tensor] = max(reaches[item.tensor], needed)
+    return min(reaches, default=0)
 
 
 def _distance(extents: Sequence[int], strides: Sequence[int]) -> int:
@@ -301,12 +314,8 @@ def _distance(extents: Sequence[int], strides: Sequence[int]) -> int:
     return sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True))
 
 
-def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    return 0 if 0 in shape else (_distance(shape, strides) + 1) * itemsize
-
-
-def _out_spans(operands: Sequence[Operand], shapes: Sequence[tuple[int, ...]]) -> list[int]:
-    return [_span(shape, o.out_strides, o.itemsize) for shape, o in zip(shapes, operands, strict=True)]
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _signature(text: str) -> int:
@@ -326,7 +335,7 @@ def _text(site: Site, operands: Sequence[Operand], asked: Asked) -> str:
         rows = [
             f"{name}={'+'.join(map(str, lengths.shards.get(name, (whole,))))}" for name, whole in lengths.whole.items()
         ]
-        parts.append(f'"{operand.spec}" ({" ".join(rows)}) {operand.dtype.removeprefix("torch.")}')
+        parts.append(f'"{operand.spec}" ({" ".join(rows)}) {operand.dtype}')
     op = f" {asked.op}" if operands[0].spec.partial else ""
     tag = f" at {asked.tag}" if asked.tag else ""
     return f"{asked.call} {'; '.join(parts)}{op}{tag}"

@@ -34,11 +34,11 @@ def reference(spec: Spec, inputs: Sequence[Tensor], *, sizes: Sizes | None = Non
     Raises ShapeError, DtypeError, and SpecError for an unknown op.
     """
     lengths = _lengths(spec, inputs, sizes)
+    ranks = range(len(inputs))
     if spec.partial:
-        wholes = [reduce(inputs, op)] * len(inputs)
-    else:
-        wholes = [_assemble(spec, inputs, rank, lengths) for rank in range(len(inputs))]
-    return [_part(spec, whole, rank, lengths) for rank, whole in enumerate(wholes)]
+        whole = reduce(inputs, op)
+        return [_part(spec, whole, rank, lengths) for rank in ranks]
+    return [_part(spec, _assemble(spec, inputs, rank, lengths), rank, lengths) for rank in ranks]
 
 
 def reduce(contributions: Sequence[Tensor], op: Op) -> Tensor:
@@ -57,10 +57,15 @@ def reduce(contributions: Sequence[Tensor], op: Op) -> Tensor:
     return result.to(dtype)
 
 
-def check_reducible(dtype: torch.dtype, op: Op, *, call: str = "redistribute", argument: str = "x") -> None:
-    """Raise DtypeError when `op` cannot reduce `dtype`, and SpecError when there is no such op."""
+def check_op(op: Op, *, call: str = "redistribute") -> None:
+    """Raise SpecError when there is no such op."""
     if op not in get_args(Op):
         raise SpecError(f"{call}: `op` needs one of {', '.join(get_args(Op))}; got {op!r}. Compose others from these.")
+
+
+def check_reducible(dtype: torch.dtype, op: Op, *, call: str = "redistribute", argument: str = "x") -> None:
+    """Raise DtypeError when `op` cannot reduce `dtype`, and SpecError when there is no such op."""
+    check_op(op, call=call)
     if dtype not in ACCUMULATOR:
         names = ", ".join(str(known).removeprefix("torch.") for known in ACCUMULATOR)
         raise DtypeError(
@@ -120,7 +125,7 @@ def _part(spec: Spec, whole: Tensor, rank: int, lengths: Lengths) -> Tensor:
         names = spec.left.dims[spec.order[dim]].names
         stretch = dict(zip(names, torch.split(part, [lengths.whole[name] for name in names], dim), strict=True))
         part = torch.cat([_shard(stretch[s.name], s, dim, rank, lengths) for s in right.segments], dim)
-    return part.clone(memory_format=torch.contiguous_format)
+    return part.contiguous()  # and new: cat has copied
 
 
 def _shard(stretch: Tensor, segment: Segment, dim: int, rank: int, lengths: Lengths) -> Tensor:

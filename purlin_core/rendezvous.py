@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from purlin_core.errors import SetupError
 
 
+@runtime_checkable
 class Rendezvous(Protocol):
     rank: int
     ranks: int
@@ -60,6 +61,7 @@ class LocalRendezvous:
         def __init__(self, ranks: int) -> None:
             self.ranks = ranks
             self.values: list[Any] = [None] * ranks
+            self.gathers = [0] * ranks  # that each rank has come to
             self.barrier = threading.Barrier(ranks)
 
     def __init__(self, meeting: LocalRendezvous.Meeting, rank: int) -> None:
@@ -69,13 +71,15 @@ class LocalRendezvous:
     def gather(self, value: Any, *, timeout: float) -> list[Any]:
         meeting = self._meeting
         meeting.values[self.rank] = value
+        meeting.gathers[self.rank] += 1
         try:
             meeting.barrier.wait(timeout)
             values = list(meeting.values)
             meeting.barrier.wait(timeout)
         except threading.BrokenBarrierError as error:
+            absent = [str(r) for r, count in enumerate(meeting.gathers) if count < meeting.gathers[self.rank]]
             raise SetupError(
-                f"rank {self.rank}: the other ranks of this process did not come within {timeout:g} s."
+                f"rank {self.rank}: rank {', '.join(absent)} of this process did not come within {timeout:g} s."
             ) from error
         return values
 

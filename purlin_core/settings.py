@@ -14,9 +14,7 @@ VERSION = (
 class Settings:
     """What the environment asks for. Ranks compare theirs at set-up."""
 
-    check: (
-        bool  # PURLIN_CHECK=1: outputs are filled with a pattern before each call, so that a byte never written shows
-    )
+    check: bool  # PURLIN_CHECK=1: canaries behind every region that peers write, and outputs poisoned before each call
 
     @staticmethod
     def from_environment() -> Settings:

@@ -224,10 +224,10 @@ class _Lengths:
         return self.shards(segment.name, whole)[self.rank] if segment.sharded else whole
 
     def shards(self, name: str, whole: int) -> tuple[int, ...]:
-        size = self.sizes.get(name, whole)
-        if not isinstance(size, int):
+        size = self.sizes.get(name)
+        if size is not None and not isinstance(size, int):
             return tuple(size)
-        rows, left_over = divmod(whole, self.ranks)
+        rows, left_over = whole // self.ranks, whole % self.ranks
         if left_over:
             uneven = [rows + (rank < left_over) for rank in range(self.ranks)]
             cure = f"Pass sizes={{{name!r}: {uneven}}} for uneven shards."

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from purlin_core.moves import Kind
+from purlin_core.errors import SetupError
+from purlin_core.moves import WIRE_ALIGN, Kind
 
 # Up to here a message goes as packets on the CPU: a line at a time costs more than memcpy, and saves the notify.
-CPU_PACKET_BYTES = 8 << 10
+CPU_PACKET_BYTES = 512
 
 
 class Regime(IntEnum):
@@ -29,6 +30,13 @@ class Scratch:
     window_bytes: int
     packet_bytes: int  # the largest message that goes as packets
 
+    def __post_init__(self) -> None:
+        lines = (self.slot_bytes, self.window_bytes)
+        if min(self.teams, self.slots, *lines) < 1 or any(size % WIRE_ALIGN for size in lines):
+            raise SetupError(
+                f"Scratch: needs teams and slots of 1 or more, slot and window bytes divisible by {WIRE_ALIGN}; got {self}."
+            )
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -39,15 +47,23 @@ class Schedule:
 
 
 def cpu_scratch(ranks: int, *, teams: int = 1) -> Scratch:
-    """DESIGN's sizes for the CPU: slots of 256 KiB, 8 of them up to 6 ranks, 4 above; packets max(teams x 4 KiB, 512 KiB / (ranks - 1)) a pair."""
+    """DESIGN's sizes for the CPU: at most 11 MiB at 2 ranks, 44 MiB up to 16.
+
+    Slots of 256 KiB, shared by the teams; 8 of them up to 6 ranks, 4 above; packets max(teams x 4 KiB, 512 KiB / (ranks - 1)) a pair.
+    """
     windows = max(teams * 4096, (512 << 10) // max(ranks - 1, 1))
     return Scratch(
         teams=teams,
         slots=8 if ranks <= 6 else 4,
-        slot_bytes=256 << 10,
+        slot_bytes=max(16 << 10, (256 << 10) // teams // 16 * 16),
         window_bytes=-(-windows // teams // 16) * 16,
         packet_bytes=CPU_PACKET_BYTES,
     )
+
+
+def most_teams(ranks: int) -> int:
+    """More would take more scratch than DESIGN allows."""
+    return 32 if ranks <= 8 else 16
 
 
 def choose(kind: Kind, scratch: Scratch, *, largest: int, granted: bool) -> Schedule:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 
 
 class Watch:
-    """A thread that waits on the pidfds of the peers and tells `died(rank)`."""
+    """A thread that waits on the pidfds of the peers and tells `died(rank)`, once a peer."""
 
     def __init__(self, pids: Mapping[int, int], died: Callable[[int], None]) -> None:
         self._died = died
         self._poll = select.poll()
-        self._ranks: dict[int, int] = {}  # pidfd -> rank
+        self._ranks: dict[int, int] = {}  # pidfd -> rank, of the living
         for rank, pid in pids.items():
             try:
                 fd = os.pidfd_open(pid)
@@ -29,17 +29,21 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        if self._thread.is_alive():
-            os.eventfd_write(self._wake, 1)
+        """End the thread, which may be the caller, and close what it watched."""
+        os.eventfd_write(self._wake, 1)
+        if self._thread is not threading.current_thread():
             self._thread.join()
-        for fd in [*self._ranks, self._wake]:
-            os.close(fd)
-        self._ranks.clear()
 
     def _run(self) -> None:
-        while True:
-            for fd, _ in self._poll.poll():
-                if fd == self._wake:
-                    return
-                self._poll.unregister(fd)
-                self._died(self._ranks[fd])
+        ready: set[int] = set()
+        while self._wake not in ready:
+            ready = {fd for fd, _ in self._poll.poll()}
+            for fd in ready - {self._wake}:
+                self._bury(fd)
+        for fd in (*self._ranks, self._wake):
+            os.close(fd)
+
+    def _bury(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        os.close(fd)
+        self._died(self._ranks.pop(fd))

@@ -3,6 +3,7 @@
 //
 // One arena a rank, in memory that every peer can write:
 //   poison | a post of every peer | words of every (peer, team) | ring slots | packet windows | heap of granted outputs
+// Behind each of the last four lies a line that nobody writes: room for a canary.
 // A word has one writer; words of different writers never share a line of 64 bytes.
 #pragma once
 #include "moves.hpp"
@@ -54,10 +55,10 @@ PURLIN_FN Geometry lay_out(Geometry g) {
   i64 ready = round_up(g.slots * static_cast<i64>(sizeof(Word)), line);
   g.pair_words = 2 * ready + 3 * line;  // ready of both rings | direct ready | grants | freed
   g.words_at = line + (g.ranks - 1) * line;
-  g.rings_at = round_up(g.words_at + channels * g.pair_words, 4096);
-  g.packets_at = round_up(g.rings_at + channels * 2 * g.slots * g.slot_bytes, 4096);
-  g.heap_at = round_up(g.packets_at + channels * packet_slots * g.window_stored, 4096);
-  g.arena_bytes = round_up(g.heap_at + g.heap_bytes, 4096);
+  g.rings_at = round_up(g.words_at + channels * g.pair_words + line, 4096);
+  g.packets_at = round_up(g.rings_at + channels * 2 * g.slots * g.slot_bytes + line, 4096);
+  g.heap_at = round_up(g.packets_at + channels * packet_slots * g.window_stored + line, 4096);
+  g.arena_bytes = round_up(g.heap_at + g.heap_bytes + line, 4096);
   return g;
 }
 

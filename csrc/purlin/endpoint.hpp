@@ -25,11 +25,15 @@ struct PlanText {
   bool overlap_allowed;                        // input and output may share storage: one of the three forms, checked by planning
 };
 
+// Where a call finds a plan's items, as long as the plan lives. Every Atom has its own: csrc/cpu.cpp, csrc/cuda.cu.
+std::shared_ptr<const Item> keep_items(const std::vector<Item>& items);
+
 class Plan {
  public:
   Plan(const PlanText& text, const Geometry& geometry);
   Call call_with(const Item* items) const;  // `items`: where items() lie for who runs the call
   const std::vector<Item>& items() const { return items_; }
+  const Item* where() const { return kept_.get(); }  // for call_with
   const Call& call() const { return call_; }
   bool overlaps(std::span<const std::uintptr_t> inputs, std::span<const std::uintptr_t> outputs) const;
   bool takes(std::size_t inputs, std::size_t outputs) const;
@@ -40,6 +44,7 @@ class Plan {
   int steps() const;
 
   std::vector<Item> items_;
+  std::shared_ptr<const Item> kept_;
   std::vector<i64> input_spans_, output_spans_;
   bool overlap_allowed_;
   Call call_{};
@@ -63,6 +68,7 @@ class Endpoint {
 
   Outcome run(const Plan& plan, std::span<const std::uintptr_t> inputs, std::span<const std::uintptr_t> outputs, std::uintptr_t stream);
   void abort(int fault, int about);
+  void leave();                 // tell the peers that no further call of this rank will come: those who wait for one fail, the others are not hurt
   void begin_at(Word message);  // before first use: messages and calls are counted from here
   Death death() const;
   Stalled stalled() const;
@@ -70,9 +76,13 @@ class Endpoint {
   Word post(int peer_rank) const;  // {calls : 40, signature : 24} as that rank last said
 
  private:
+  friend void fuse(const std::vector<Endpoint*>& ranks);
   struct State;
   std::unique_ptr<State> state_;
 };
+
+// Ranks of one process on one device: their calls run as one. Each rank still makes its own, from a thread of its own. Nothing to the CPU.
+void fuse(const std::vector<Endpoint*>& ranks);
 
 // The geometry of this module's Atom: how many bytes a packet line takes is the Atom's own.
 Geometry geometry_of(int ranks, int teams, int slots, i64 slot_bytes, i64 window_bytes, i64 heap_bytes);

@@ -23,6 +23,8 @@ struct Record {  // which wait of this rank failed
   int team, peer;
 };
 
+constexpr Word farewell = ~Word{0};  // the post of a rank that has left: it will be in no further call
+
 // Is a peer whose latest post is `post` in another call than this one, or past it? Then what is missing will never come.
 PURLIN_FN bool elsewhere(Word post, Word calls, unsigned signature) {
   i64 ahead = static_cast<i64>((number_of(post) - calls) << signature_bits) >> signature_bits;

@@ -4,6 +4,8 @@
 #include "halves.hpp"
 #include "spec.hpp"
 
+#include <type_traits>
+
 namespace purlin::numeric {
 
 template <class S, class W>
@@ -29,8 +31,9 @@ struct Bfloat {
 template <Op op, class W>
 PURLIN_FN W join(W a, W b) {
   if constexpr (op == Op::sum || op == Op::avg) {
-    if constexpr (sizeof(W) == 8 && W(1) / W(2) == W(0)) {
-      return static_cast<W>(static_cast<Word>(a) + static_cast<Word>(b));  // integers wrap
+    if constexpr (std::is_integral_v<W>) {
+      using Wrapping = std::make_unsigned_t<W>;
+      return static_cast<W>(static_cast<Wrapping>(a) + static_cast<Wrapping>(b));
     } else {
       return a + b;
     }
@@ -49,11 +52,11 @@ PURLIN_FN void with_dtype(Dtype dtype, F f) {
     case Dtype::float16: return f(Half{});
     case Dtype::bfloat16: return f(Bfloat{});
     case Dtype::float64: return f(Plain<double, double>{});
-    case Dtype::int8: return f(Plain<std::int8_t, i64>{});
-    case Dtype::int16: return f(Plain<std::int16_t, i64>{});
-    case Dtype::int32: return f(Plain<std::int32_t, i64>{});
-    case Dtype::int64: return f(Plain<std::int64_t, i64>{});
-    case Dtype::uint8: return f(Plain<std::uint8_t, i64>{});
+    case Dtype::int8: return f(Plain<std::int8_t, int>{});
+    case Dtype::int16: return f(Plain<std::int16_t, int>{});
+    case Dtype::int32: return f(Plain<std::int32_t, std::int32_t>{});
+    case Dtype::int64: return f(Plain<std::int64_t, std::int64_t>{});
+    case Dtype::uint8: return f(Plain<std::uint8_t, int>{});
   }
 }
 

@@ -346,18 +346,31 @@ struct ConsumeDirect {
 // ---- a call ----------------------------------------------------------------------------------------------------------------------------------------------
 
 template <Atom A>
-PURLIN_FN void run(A& a, const Call& c) {
-  if (!a.enter()) return;
-  if (c.regime == Regime::packet) {
-    a.both(0, ConsumePackets<A>{a, c}, StagePackets<A>{a, c});
-  } else if (c.regime == Regime::direct) {
-    a.both(0, ConsumeDirect<A>{a, c}, StageDirect<A>{a, c});
-  } else if (c.kind == Kind::copy) {
+PURLIN_FN void packets(A& a, const Call& c) {
+  a.both(0, ConsumePackets<A>{a, c}, StagePackets<A>{a, c});
+}
+template <Atom A>
+PURLIN_FN void direct(A& a, const Call& c) {
+  a.both(0, ConsumeDirect<A>{a, c}, StageDirect<A>{a, c});
+}
+template <Atom A>
+PURLIN_FN void staged(A& a, const Call& c) {
+  if (c.kind == Kind::copy) {
     a.both(c.lag, Consume<A>{a, c}, Stage<A>{a, c});
   } else if (c.kind == Kind::reduce) {
     a.both(c.lag, Reduce<A>{a, c}, Stage<A>{a, c});
   } else {
     a.both(c.lag, ReduceThenGather<A>{a, c}, Stage<A>{a, c});
+  }
+}
+
+template <Atom A>
+PURLIN_FN void run(A& a, const Call& c) {
+  if (!a.enter()) return;
+  switch (c.regime) {
+    case Regime::packet: packets(a, c); break;
+    case Regime::direct: direct(a, c); break;
+    case Regime::staged: staged(a, c); break;
   }
   a.leave();
 }

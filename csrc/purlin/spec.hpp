@@ -33,7 +33,8 @@ struct Call {
   unsigned signature;  // 24 bits: the call as all ranks know it
   Geometry geometry;
   char* arena[max_ranks];  // by rank, as this rank sees them
-  Counts* counts;          // private: [peers][geometry.teams]
+  Counts* counts;          // private: [peers][counts_pitch], by team
+  int counts_pitch;
   Progress* progress;      // private
   char* input[max_tensors];
   char* output[max_tensors];
@@ -50,7 +51,7 @@ struct Call {
   PURLIN_FN int peer_of(int other) const { return other > rank ? other - rank - 1 : other - rank - 1 + ranks; }
   // As the peer counts its peers, which one am I?
   PURLIN_FN int as_seen_by(int peer) const { return ranks - 2 - peer; }
-  PURLIN_FN Counts& count(int peer, int team) const { return counts[peer * geometry.teams + team]; }
+  PURLIN_FN Counts& count(int peer, int team) const { return counts[peer * counts_pitch + team]; }
 };
 
 }  // namespace purlin

@@ -2,10 +2,11 @@
 //
 // All lanes of a role call every operation with the same arguments; functions of a peer p in [0, n) are evaluated by the lane that looks after it.
 //   R1  Operations are started, not done. Within a role, copies, reductions, puts and notifies take effect in order.
-//   R2  Nothing a role moved is visible to a peer before the notify that follows it.
+//   R2  What a role moved need not be visible to a peer before the notify that follows it; then it is.
 //   R3  What is started is performed in bounded time whatever the role does next; wait, expect, take and drain push it out. Pushing never blocks on a peer.
-//   R4  After wait, expect or take, all later operations of the role see what the word published.
-//   R5  After anything but Arrival::yes the role starts nothing more; drain still completes.
+//   R4  After wait or expect, all later operations of the role see what the word published; a packet publishes its payload and nothing else.
+//   R5  A tag of another signature ends a wait at once, whatever the other peers do. After anything but Arrival::yes the role starts nothing more;
+//       drain still completes.
 //   R6  The two roles of a team share no variable; meet() is the one place where they wait for each other.
 #pragma once
 #include "../spec.hpp"
@@ -75,7 +76,7 @@ concept Atom = requires(A a, int n, Place place, Range range, Sum sum, Where whe
   { a.tell(n, mark) };                                  // in open() only: *word = value; the boundary between two calls orders it, no fence
   { a.grant(n, line) };                                 // in open() only: one store of 16 bytes
   { a.keep(n, mark) };                                  // in close() only: *word = value in this rank's private memory
-  { a.meet() };                                         // both roles have come here
+  { a.meet() };                                         // both roles have come here, and what either started before has read its sources
   { a.drain() };                                        // all that this role started is performed; also after an abort
 };
 

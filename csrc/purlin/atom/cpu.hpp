@@ -4,6 +4,7 @@
 #include "../fault.hpp"
 #include "../numeric.hpp"
 #include "concept.hpp"
+#include "streaming.hpp"
 
 #include <algorithm>
 #include <atomic>
@@ -16,6 +17,7 @@
 
 namespace purlin::cpu {
 
+constexpr i64 large_message = 3 << 19;                // bytes
 constexpr i64 payload_bytes = 56, line_bytes = 64;  // a packet line: payload, then tag
 PURLIN_FN constexpr i64 lines_of(i64 bytes) { return ceil_div(bytes, payload_bytes); }
 
@@ -36,6 +38,7 @@ struct Host {  // what a call needs of the process it runs in
   std::chrono::nanoseconds timeout{std::chrono::seconds(300)};
   bool (*interrupted)() = nullptr;  // asked ten times a second in slow waits; true: give up
   Record record{};
+  std::atomic_flag recorded;  // the first failed wait stays
 };
 
 // ---- waiting ------------------------------------------------------------------------------------------------------------------------------------------
@@ -46,7 +49,7 @@ class Patience {  // of one role in one call
 
   Step next() {
     if (++polls_ <= spins) return relax();
-    if (polls_ == spins + 1) start_ = asked_ = Clock::now();
+    if (polls_ == spins + 1) slow_down();
     if (polls_ % 16) return give_way();
     auto now = Clock::now();
     if (now - start_ > std::chrono::milliseconds(1)) doze(now - start_);
@@ -55,10 +58,15 @@ class Patience {  // of one role in one call
   }
   void begin() { polls_ = 0; }
   std::chrono::nanoseconds waited() const { return polls_ <= spins ? std::chrono::nanoseconds(0) : Clock::now() - start_; }
+  std::chrono::nanoseconds since_first() const { return Clock::now() - first_; }  // slow wait of the call
 
  private:
   static constexpr int spins = 128;
 
+  void slow_down() {
+    start_ = Clock::now();
+    if (first_ == Clock::time_point{}) first_ = asked_ = start_;
+  }
   static Step relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -75,7 +83,7 @@ class Patience {  // of one role in one call
   }
 
   long polls_ = 0;
-  Clock::time_point start_, asked_;
+  Clock::time_point start_, first_, asked_;
 };
 
 // ---- the Atom -------------------------------------------------------------------------------------------------------------------------------------------
@@ -85,12 +93,13 @@ enum class Roles { lockstep, side_by_side };
 template <Roles roles = Roles::lockstep>
 class Cpu {
  public:
-  Cpu(const Call& call, int team, Host& host) : call_(call), team_(team), host_(host) {}
+  Cpu(const Call& call, int team, Host& host) : call_(call), team_(team), host_(host), large_(is_large(call)) {}
 
   int team() const { return team_; }
   int teams() const { return call_.teams; }
   bool enter() const { return !poisoned(); }
   void leave() {
+    settle();
     if (shared(&call_.progress->left).fetch_add(1) + 1 < static_cast<Word>(call_.teams)) return;
     call_.progress->left = 0;
     ++call_.progress->calls;
@@ -124,15 +133,22 @@ class Cpu {
   }
 
   void copy(Place to, Place from, Range range) {
-    for_each_piece(to, from, range, [](char* write, const char* read, i64 bytes) {
-      if (write != read) std::memcpy(write, read, static_cast<std::size_t>(bytes));
+    bool past_cache = large_ || to.slot || to.grants;  // the latter two: another core reads it next
+    for_each_piece(to, from, range, [past_cache](char* write, const char* read, i64 bytes) {
+      if (write == read) return;
+      if (past_cache && bytes >= least_streamed) {
+        stream(write, read, bytes);
+      } else {
+        std::memcpy(write, read, static_cast<std::size_t>(bytes));
+      }
     });
   }
   template <class F>
   void reduce(Place to, Place own, int n, F slot, int self, Range range, Sum sum) {
     const char* from[max_ranks];
     for (int k = 0; k < n; ++k) from[k] = k == self ? nullptr : slot(k);
-    reduce_lines(to, own, n, from, self, range, sum);
+    Cursor write(to, range.lo), read(own, range.lo);
+    reduce_bytes(write, read, n, from, self, range.hi - range.lo, sum);
   }
 
   template <class F>
@@ -161,6 +177,7 @@ class Cpu {
     Packet in[max_ranks];
     for (int k = 0; k < n; ++k) in[k] = packet(k);
     Range all = in[self].range;
+    Cursor write(to, all.lo), read(own, all.lo);
     for (i64 lo = all.lo; lo < all.hi; lo += payload_bytes) {
       const char* from[max_ranks];
       for (int k = 0; k < n; ++k) {
@@ -169,13 +186,14 @@ class Cpu {
         if (Arrival got = line_of(line, in[k].tag, call_.peer_of(k), where); got != Arrival::yes) return got;
         from[k] = line;
       }
-      reduce_lines(to, own, n, from, self, {lo, smaller(lo + payload_bytes, all.hi)}, sum);
+      reduce_bytes(write, read, n, from, self, smaller(payload_bytes, all.hi - lo), sum);
     }
     return Arrival::yes;
   }
 
   template <class F>
   void notify(int n, F mark) {
+    settle();
     for (int p = 0; p < n; ++p) {
       Mark m = mark(p);
       if (m.word) shared(m.word).store(m.value, std::memory_order_release);
@@ -230,6 +248,12 @@ class Cpu {
   void drain() {}
 
  private:
+  // Too much to find in a cache afterwards?
+  static bool is_large(const Call& call) {
+    i64 most = 0;
+    for (int p = 0; p < call.peers(); ++p) most = larger(most, larger(call.pair[p].send.bytes, call.pair[p].receive.bytes));
+    return most >= large_message;
+  }
   bool poisoned() const { return shared(Inbox{call_.geometry, call_.own_arena()}.poison()).load(std::memory_order_acquire) != 0; }
 
   // -- waits
@@ -245,8 +269,9 @@ class Cpu {
           [[fallthrough]];
         case Patience::Step::look_around:
           if (poisoned()) return Arrival::never;
-          if (patience.waited() > std::chrono::milliseconds(1) && is_elsewhere(peer) && !come()) return fail(Fault::mismatch, peer, where);
-          if (patience.waited() > host_.timeout) return fail(Fault::stall, peer, where);
+          if (patience.waited() > std::chrono::milliseconds(1))
+            if (Fault why = hopeless(peer); why != Fault::none && !come()) return fail(why, peer, where);
+          if (patience.since_first() > host_.timeout) return fail(Fault::stall, peer, where);
           break;
         default: break;
       }
@@ -262,9 +287,11 @@ class Cpu {
   Arrival line_of(char* line, Word tag, int peer, Where where) {
     return tagged(reinterpret_cast<Word*>(line + payload_bytes), tag, peer, where);
   }
-  bool is_elsewhere(int peer) const {
+  // Why what is missing of this peer will never come.
+  Fault hopeless(int peer) const {
     Word post = shared(Inbox{call_.geometry, call_.own_arena()}.post(peer)).load(std::memory_order_acquire);
-    return elsewhere(post, call_.progress->calls, call_.signature);
+    if (post == farewell) return Fault::left;
+    return elsewhere(post, call_.progress->calls, call_.signature) ? Fault::mismatch : Fault::none;
   }
   bool allowed(Word* tag, int peer) const {
     const Geometry& g = call_.geometry;
@@ -272,14 +299,16 @@ class Cpu {
     return place >= g.heap_at && place <= g.arena_bytes - call_.pair[peer].reach;
   }
   Arrival fail(Fault fault, int peer, Where where) {
-    host_.record = {where, team_, call_.rank_of(peer)};
-    Poison what{fault, call_.rank, call_.rank_of(peer)};
+    if (!host_.recorded.test_and_set()) host_.record = {where, team_, call_.rank_of(peer)};
+    int about = call_.rank_of(peer);
+    Poison what{fault, fault == Fault::left ? about : call_.rank, about};
     for (int r = 0; r < call_.ranks; ++r) poison(call_.geometry, call_.arena[r], what);
     return fault == Fault::mismatch ? Arrival::other : Arrival::never;
   }
   void complain(std::chrono::nanoseconds waited, int peer, Where where) {
-    if (complained_ || waited < std::chrono::seconds(10)) return;
-    complained_ = true;
+    bool& complained = complained_[roles == Roles::side_by_side ? role_ : 0];
+    if (complained || waited < std::chrono::seconds(10)) return;
+    complained = true;
     std::fprintf(stderr, "purlin: rank %d has waited 10 s for rank %d (team %d, step %d)\n", call_.rank, call_.rank_of(peer), team_, where.step);
   }
 
@@ -308,19 +337,17 @@ class Cpu {
       done += piece;
     }
   }
-  static void reduce_lines(Place to, Place own, int n, const char* const* from, int self, Range range, Sum sum) {
-    i64 done = 0;
-    Cursor write(to, range.lo), read(own, range.lo);
-    while (done < range.hi - range.lo) {
-      i64 bytes = smaller(range.hi - range.lo - done, smaller(write.left(), read.left()));
+  static void reduce_bytes(Cursor& write, Cursor& read, int n, const char* const* from, int self, i64 bytes, Sum sum) {
+    for (i64 done = 0; done < bytes;) {
+      i64 piece = smaller(bytes - done, smaller(write.left(), read.left()));
       if (write.at() && read.at()) {
         const char* at[max_ranks];
         for (int k = 0; k < n; ++k) at[k] = k == self ? read.at() : from[k] + done;
-        reduce_piece(write.at(), n, at, bytes, sum);
+        reduce_piece(write.at(), n, at, piece, sum);
       }
-      write.advance(bytes);
-      read.advance(bytes);
-      done += bytes;
+      write.advance(piece);
+      read.advance(piece);
+      done += piece;
     }
   }
   static void reduce_piece(char* to, int n, const char* const* from, i64 bytes, Sum sum) {
@@ -335,35 +362,39 @@ class Cpu {
   }
   template <Op op, class T>
   static void fold(char* to, int n, const char* const* from, i64 bytes) {
-    using Stored = typename T::Stored;
-    using Wide = typename T::Wide;
-    constexpr i64 most = 512;
-    Wide wide[most];
-    Stored stored[most];
-    for (i64 at = 0, count = bytes / static_cast<i64>(sizeof(Stored)); at < count; at += most) {
-      i64 m = smaller(most, count - at);
-      auto size = static_cast<std::size_t>(m) * sizeof(Stored);
-      for (int k = 0; k < n; ++k) {
-        std::memcpy(stored, from[k] + at * static_cast<i64>(sizeof(Stored)), size);
-        if (k == 0) {
-          for (i64 i = 0; i < m; ++i) wide[i] = T::widen(stored[i]);
-        } else {
-          for (i64 i = 0; i < m; ++i) wide[i] = numeric::join<op>(wide[i], T::widen(stored[i]));
-        }
-      }
-      if constexpr (op == Op::avg)
-        for (i64 i = 0; i < m; ++i) wide[i] = wide[i] / static_cast<Wide>(n);
-      for (i64 i = 0; i < m; ++i) stored[i] = T::narrow(wide[i]);
-      std::memcpy(to + at * static_cast<i64>(sizeof(Stored)), stored, size);
+    constexpr i64 size = sizeof(typename T::Stored);
+    std::integral_constant<i64, 64> block;  // elements: a count that the compiler knows makes vectors
+    i64 at = 0;
+    for (; at + block * size <= bytes; at += block * size) fold_block<op, T>(to, n, from, at, block);
+    if (at < bytes) fold_block<op, T>(to, n, from, at, (bytes - at) / size);
+  }
+  // Loads all before it stores: `to` may be one of `from`.
+  template <Op op, class T, class Count>
+  static void fold_block(char* to, int n, const char* const* from, i64 at, Count count) {
+    typename T::Wide sum[64];
+    for (i64 i = 0; i < count; ++i) sum[i] = load<T>(from[0] + at, i);
+    for (int k = 1; k < n; ++k)
+      for (i64 i = 0; i < count; ++i) sum[i] = numeric::join<op>(sum[i], load<T>(from[k] + at, i));
+    for (i64 i = 0; i < count; ++i) {
+      if constexpr (op == Op::avg) sum[i] = sum[i] / static_cast<typename T::Wide>(n);
+      typename T::Stored rounded = T::narrow(sum[i]);
+      std::memcpy(to + at + i * static_cast<i64>(sizeof rounded), &rounded, sizeof rounded);
     }
+  }
+  template <class T>
+  static typename T::Wide load(const char* from, i64 i) {
+    typename T::Stored value;
+    std::memcpy(&value, from + i * static_cast<i64>(sizeof value), sizeof value);
+    return T::widen(value);
   }
 
   const Call& call_;
   int team_;
   Host& host_;
+  bool large_;
   Patience patience_[2];
   std::atomic<int> met_{0};
-  bool complained_ = false;
+  bool complained_[2] = {};
   inline static thread_local int role_ = 0;
 };
 

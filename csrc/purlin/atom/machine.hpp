@@ -1,158 +1,15 @@
-// The weakest machine the contract allows, for tests. Fibres run under a seeded scheduler that starves some of them; what a role has started is performed as
-// late as the seed wants; and memory is judged by *happens-before*: each actor has a clock of what it has seen of every other, a release attaches the
-// clock to the word, an acquire joins it. So a missing release or acquire is caught although the processor that runs the test would hide it:
-//   - a word keeps all its versions, and a load may return any one at or after the reader's clock;
-//   - two accesses to a byte, one of them a write, that no chain of releases and acquires orders are an error, whatever the values.
+// The weakest machine the contract allows, for tests: fibres under a seeded scheduler that starves some of them, over the memory of views.hpp. What a role
+// has started is performed as late as the seed wants.
 #pragma once
-#include "../channel.hpp"
 #include "random.hpp"
+#include "views.hpp"
 
-#include <algorithm>
-#include <array>
-#include <cstdarg>
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
-#include <deque>
-#include <functional>
-#include <memory>
-#include <stdexcept>
-#include <string>
 #include <ucontext.h>
-#include <vector>
+#include <cstdarg>
+#include <functional>
+#include <string>
 
 namespace purlin::model {
-
-using std::size_t;
-
-struct Broken : std::runtime_error {  // a law of the machine does not hold
-  using std::runtime_error::runtime_error;
-};
-
-// ---- who has seen what --------------------------------------------------------------------------------------------------------------------------------
-
-constexpr int max_actors = 32;  // two roles of every team of every rank, and a host a rank
-
-struct Stamp {  // one thing that an actor did; tick 0: before all
-  std::uint32_t actor : 8 = 0;
-  std::uint32_t tick : 24 = 0;
-};
-
-struct Clock {  // of every actor, the last thing that is known to have been done
-  std::array<std::uint32_t, max_actors> tick{};
-
-  bool knows(Stamp s) const { return tick[s.actor] >= s.tick; }
-  void learn(Stamp s) {
-    std::uint32_t& mine = tick[s.actor];
-    mine = std::max<std::uint32_t>(mine, s.tick);
-  }
-  void join(const Clock& other) {
-    for (size_t a = 0; a < tick.size(); ++a) tick[a] = std::max(tick[a], other.tick[a]);
-  }
-};
-
-// ---- memory -------------------------------------------------------------------------------------------------------------------------------------------
-
-struct Version {  // of a word, or of a line {payload, tag}
-  Word value, payload;
-  Stamp by;
-  std::shared_ptr<const Clock> released;  // nullptr: a relaxed store
-};
-
-// All bytes and words that ranks share or that calls touch lie in one block.
-class Memory {
- public:
-  Memory(char* first, i64 bytes) : first_(first), bytes_(bytes) {
-    shadow_.resize(static_cast<size_t>(bytes));
-    index_.assign(static_cast<size_t>(bytes / 8), -1);
-  }
-
-  void read(const char* at, i64 bytes, Stamp by, const Clock& seen) {
-    for (i64 i = 0; i < bytes; ++i) {
-      Shadow& s = shadow(at + i);
-      if (!ordered(s.write, by, seen)) race("reads what has not been released to it", at + i, by, s.write);
-      Stamp& mine = s.read[0].actor == by.actor || ordered(s.read[0], by, seen) ? s.read[0] : s.read[1];
-      mine = by;
-    }
-  }
-  void write(const char* at, i64 bytes, Stamp by, const Clock& seen) {
-    for (i64 i = 0; i < bytes; ++i) {
-      Shadow& s = shadow(at + i);
-      for (Stamp before : {s.write, s.read[0], s.read[1]})
-        if (!ordered(before, by, seen)) race("writes what another may still use", at + i, by, before);
-      s = {by, {}};
-    }
-  }
-
-  void store(Word* word, Word value, Stamp by, std::shared_ptr<const Clock> released) {
-    at(word).versions.push_back({value, 0, by, std::move(released)});
-    *word = value;
-  }
-  // A line {payload, tag}, in one store.
-  void store_line(Word* tag, Word value, Word payload, Stamp by, std::shared_ptr<const Clock> released) {
-    at(tag).versions.push_back({value, payload, by, std::move(released)});
-    tag[-1] = payload;
-    tag[0] = value;
-  }
-  // The versions of a word that an actor's load may return.
-  struct Choice {
-    const Version* oldest;
-    const Version* newest;
-  };
-  Choice choice(Word* word, int actor, const Clock& seen) {
-    Location& l = at(word);
-    size_t oldest = l.versions.size() - 1;
-    while (oldest > l.last[static_cast<size_t>(actor)] && !seen.knows(l.versions[oldest].by)) --oldest;
-    return {&l.versions[oldest], &l.versions.back()};
-  }
-  void has_read(Word* word, const Version* version, Stamp by) {
-    Location& l = at(word);
-    l.last[by.actor] = static_cast<std::uint16_t>(version - l.versions.data());
-    l.read = by;
-  }
-  // The newest version has been read, and `seen` knows it: the word may be overwritten.
-  bool let_go(Word* word, const Clock& seen) {
-    Location& l = at(word);
-    size_t newest = l.versions.size() - 1;
-    return newest == 0 || (l.last[l.read.actor] == newest && seen.knows(l.read));
-  }
-  bool holds(const char* at) const { return at >= first_ && at < first_ + bytes_; }
-
- private:
-  struct Shadow {
-    Stamp write, read[2];  // the last ones; of the readers, two that no chain orders
-  };
-  struct Location {
-    std::vector<Version> versions;
-    std::array<std::uint16_t, max_actors> last{};  // what each actor has read: coherence forbids older ones
-    Stamp read;
-  };
-
-  static bool ordered(Stamp before, Stamp by, const Clock& seen) { return before.actor == by.actor || seen.knows(before); }
-  Shadow& shadow(const char* at) {
-    if (!holds(at)) throw Broken("an access outside all memory");
-    return shadow_[static_cast<size_t>(at - first_)];
-  }
-  Location& at(Word* word) {
-    int& k = index_[static_cast<size_t>(reinterpret_cast<char*>(word) - first_) / 8];
-    if (k < 0) {
-      k = static_cast<int>(locations_.size());
-      locations_.emplace_back().versions.push_back({*word, word[-1], {}, nullptr});
-    }
-    return locations_[static_cast<size_t>(k)];
-  }
-  [[noreturn]] void race(const char* what, const char* at, Stamp by, Stamp other) const {
-    char text[160];
-    std::snprintf(text, sizeof text, "race: actor %u %s (byte %ld; actor %u, tick %u)", unsigned{by.actor}, what, static_cast<long>(at - first_), unsigned{other.actor}, unsigned{other.tick});
-    throw Broken(text);
-  }
-
-  char* first_;
-  i64 bytes_;
-  std::vector<Shadow> shadow_;
-  std::vector<int> index_;
-  std::deque<Location> locations_;
-};
 
 // ---- roles: what is started and not yet performed -----------------------------------------------------------------------------------------------------
 
@@ -165,11 +22,11 @@ struct Role {
   int actor = 0, rank = 0, team = 0;
   const char* name = "";
   Phase phase = Phase::idle;
-  bool failed = false;    // a wait ended in anything but yes
+  bool failed = false;  // a wait ended in anything but yes
   bool draining = false;
-  Clock start, seen;      // at the call's entry, and now
+  Clock start, seen;  // at the call's entry, and now
   std::uint32_t tick = 0;
-  std::deque<Act> queue;  // performed in order
+  std::deque<Act> queue;   // performed in order
   std::vector<Act> loose;  // performed in any order
 
   bool idle() const { return queue.empty() && loose.empty(); }
@@ -221,7 +78,8 @@ class Machine {
  public:
   enum class Ending { done, dead, broken };
 
-  Machine(Memory& memory_, Stacks& stacks, Random random_, Temper temper_) : memory(memory_), random(random_), temper(temper_), stacks_(stacks) {}
+  Machine(Memory& memory_, Stacks& stacks, Random random_, Temper temper_)
+      : memory(memory_), random(random_), temper(temper_), stacks_(stacks) {}
   Machine(const Machine&) = delete;
   ~Machine() { unwind(); }
 
@@ -243,7 +101,8 @@ class Machine {
     f.context.uc_stack.ss_size = Stacks::bytes;
     f.context.uc_link = nullptr;
     auto self = reinterpret_cast<std::uintptr_t>(this);
-    makecontext(&f.context, reinterpret_cast<void (*)()>(&Machine::enter), 2, static_cast<unsigned>(self >> 32), static_cast<unsigned>(self));
+    makecontext(&f.context, reinterpret_cast<void (*)()>(&Machine::enter), 2, static_cast<unsigned>(self >> 32),
+                static_cast<unsigned>(self));
     live_.push_back(&f);
     return f;
   }
@@ -264,7 +123,8 @@ class Machine {
   // -- of roles
   void add(Role& role) { roles_.push_back(&role); }
   void perform(Role& role) {  // one thing that it started
-    if (!role.loose.empty() && (role.queue.empty() || random.chance(50))) return perform_from(role.loose, random.below(static_cast<i64>(role.loose.size())));
+    if (!role.loose.empty() && (role.queue.empty() || random.chance(50)))
+      return perform_from(role.loose, random.below(static_cast<i64>(role.loose.size())));
     perform_from(role.queue, temper.flaw == Flaw::unordered ? random.below(static_cast<i64>(role.queue.size())) : 0);
   }
   void perform_queue(Role& role) {
@@ -300,7 +160,9 @@ class Machine {
   long turns() const { return turn_; }
   std::string blocked() const {
     std::string all;
-    for (const Fibre* f : live_) all += "  rank " + std::to_string(f->rank) + " " + (f->role ? f->role->name : "") + " waits for " + (f->ready ? f->waits_for() : "nothing") + "\n";
+    for (const Fibre* f : live_)
+      all += "  rank " + std::to_string(f->rank) + " " + (f->role ? f->role->name : "") + " waits for " +
+             (f->ready ? f->waits_for() : "nothing") + "\n";
     return all;
   }
   [[gnu::format(printf, 3, 4)]] void note(const Role* role, const char* format, ...) {
@@ -311,7 +173,8 @@ class Machine {
     std::vsnprintf(text, sizeof text, format, list);
     va_end(list);
     char line[320];
-    std::snprintf(line, sizeof line, "%6ld  rank %d team %d %-7s %s", turn_, role ? role->rank : -1, role ? role->team : -1, role ? role->name : "host", text);
+    std::snprintf(line, sizeof line, "%6ld  rank %d team %d %-7s %s", turn_, role ? role->rank : -1,
+                  role ? role->team : -1, role ? role->name : "host", text);
     trace_.push_back(line);
     if (trace_.size() > 200) trace_.pop_front();
   }
@@ -327,8 +190,7 @@ class Machine {
       f.body();
     } catch (const Broken& e) {
       if (m->broken.empty()) m->broken = e.what();
-    } catch (const Stopped&) {
-    }
+    } catch (const Stopped&) {}
     f.over = true;
     swapcontext(&f.context, &m->scheduler_);
   }

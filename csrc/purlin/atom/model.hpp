@@ -2,6 +2,7 @@
 // within a role (R1), and nothing else, is kept. A word published by notify carries what its role had done and seen; wait and expect learn it.
 // Packets carry their payload and nothing else; what tell and grant publish is what the call before had seen.
 #pragma once
+#include "../fault.hpp"
 #include "../numeric.hpp"
 #include "concept.hpp"
 #include "machine.hpp"
@@ -12,7 +13,7 @@ constexpr i64 payload_bytes = 8, line_bytes = 16;  // a packet line: payload, th
 
 enum class Roles { lockstep, side_by_side };
 
-struct Rank {  // what a rank keeps from call to call
+struct Rank {   // what a rank keeps from call to call
   Clock start;  // known at the entry of the call that runs
   Clock host;   // known after it
   std::uint32_t tick = 0;
@@ -160,7 +161,8 @@ class Model {
       if (Packet in = packet(p); in.window) all.push_back({p, in, {}});
     if (Arrival got = settle(all, where); got != Arrival::yes) return got;
     Role& r = role();
-    for (Incoming& in : all) r.queue.push_back([this, &r, seen = r.seen, in = std::move(in)] { return unpack(r, view(r, seen), in), true; });
+    for (Incoming& in : all)
+      r.queue.push_back([this, &r, seen = r.seen, in = std::move(in)] { return unpack(r, view(r, seen), in), true; });
     return Arrival::yes;
   }
   template <class F>
@@ -184,7 +186,8 @@ class Model {
     met_clock_.join(r.seen);
     met_clock_.learn(r.now());
     ++met_;
-    if (roles_ == Roles::side_by_side && m_.temper.flaw != Flaw::deaf_meet) m_.block([this] { return met_ == 2; }, [] { return std::string("the other role"); });
+    if (roles_ == Roles::side_by_side && m_.temper.flaw != Flaw::deaf_meet)
+      m_.block([this] { return met_ == 2; }, [] { return std::string("the other role"); });
     if (m_.temper.flaw != Flaw::deaf_meet) r.seen.join(met_clock_);
   }
   void drain() {
@@ -210,7 +213,9 @@ class Model {
     i64 lines() const { return ceil_div(packet.range.hi - packet.range.lo, payload_bytes); }
     const char* bytes() const { return reinterpret_cast<const char*>(payload.data()); }
   };
-  static Word* tag_of(const Packet& packet, i64 line) { return reinterpret_cast<Word*>(packet.window + line * line_bytes + payload_bytes); }
+  static Word* tag_of(const Packet& packet, i64 line) {
+    return reinterpret_cast<Word*>(packet.window + line * line_bytes + payload_bytes);
+  }
 
   // -- roles
   Rank& rank() { return ranks_[static_cast<size_t>(c_.rank)]; }
@@ -281,7 +286,8 @@ class Model {
     m_.memory.store(m.word, m.value, r.now(), clock);
   }
   void trace(const Role& r, const char* what, const Word* word, Word value) {
-    if (m_.tracing) m_.note(&r, "%s %s = %llu:%06llx", what, m_.name(word).c_str(), value >> signature_bits, value & signature_mask);
+    if (m_.tracing)
+      m_.note(&r, "%s %s = %llu:%06llx", what, m_.name(word).c_str(), value >> signature_bits, value & signature_mask);
   }
 
   static bool reaches(Word has, Word wanted) { return has >= wanted; }
@@ -296,18 +302,20 @@ class Model {
     auto over = [&] {
       bool missing = false;
       for (Waited& w : all) {
-        if (poll(r, w, good)) continue;
+        bool came = poll(r, w, good);
+        if (came && good == is_message && w.has != w.wanted) got = fail(r, "mismatch", w.peer, Arrival::other);
+        if (came) continue;
         missing = true;
-        if ((m_.last_chance() || m_.random.chance(3)) && elsewhere(r, w.peer) && !still(r, w, good)) got = fail(r, "mismatch", w.peer, Arrival::other);
+        if ((m_.last_chance() || m_.random.chance(3)) && hopeless(r, w.peer) && !still(r, w, good))
+          got = fail(r, "mismatch", w.peer, Arrival::other);
       }
       if (missing && got == Arrival::yes && poisoned()) got = Arrival::never;
       return !missing || got != Arrival::yes;
     };
     m_.block(over, [&] { return describe(all, where); });
     for (const Waited& w : all)
-      if (got == Arrival::yes && good == is_message && w.has != w.wanted) got = fail(r, "mismatch", w.peer, Arrival::other);
-    for (const Waited& w : all)
-      if (got == Arrival::yes && where.what == Where::What::grant && !allowed(w)) got = fail(r, "grant", w.peer, Arrival::never);
+      if (got == Arrival::yes && where.what == Where::What::grant && !allowed(w))
+        got = fail(r, "grant", w.peer, Arrival::never);
     r.failed = got != Arrival::yes;
     return got;
   }
@@ -333,20 +341,25 @@ class Model {
     return w.come = true;
   }
   // After a look at the post: the oldest version that a load may still return must do.
-  bool still(Role& r, const Waited& w, Good good) { return good(m_.memory.choice(w.word, r.actor, r.seen).oldest->value, w.wanted); }
-  bool elsewhere(Role& r, int peer) {
+  bool still(Role& r, const Waited& w, Good good) {
+    return good(m_.memory.choice(w.word, r.actor, r.seen).oldest->value, w.wanted);
+  }
+  bool hopeless(Role& r, int peer) {
     Word* post = Inbox{c_.geometry, c_.own_arena()}.post(peer);
     const Version* v = m_.load(post, r, [](const Version&) { return true; });
     m_.memory.has_read(post, v, r.now());
     if (v->released) r.seen.join(*v->released);
-    i64 ahead = static_cast<i64>((number_of(v->value) - c_.progress->calls) << signature_bits) >> signature_bits;
-    return ahead > 0 || (ahead == 0 && signature_of(v->value) != c_.signature);
+    return v->value == farewell || elsewhere(v->value, c_.progress->calls, c_.signature);
   }
   bool allowed(const Waited& grant) const {
     i64 place = static_cast<i64>(grant.payload);
     return place >= c_.geometry.heap_at && place <= c_.geometry.arena_bytes - c_.pair[grant.peer].reach;
   }
-  bool poisoned() { return rank().poisoned_at >= 0 && (m_.last_chance() || m_.turns() >= rank().poisoned_at); }
+  bool poisoned() {
+    if (rank().poisoned_at < 0 || (!m_.last_chance() && m_.turns() < rank().poisoned_at)) return false;
+    rank().poisoned_at = smaller(rank().poisoned_at, m_.turns());  // what one role has seen the whole rank knows
+    return true;
+  }
   Arrival fail(Role& r, const char* fault, int peer, Arrival how) {
     m_.note(&r, "gives up: %s, rank %d", fault, c_.rank_of(peer));
     if (rank().fault.empty()) rank().fault = fault;
@@ -357,8 +370,9 @@ class Model {
   }
   std::string describe(const std::vector<Waited>& all, Where where) const {
     static const char* const whats[] = {"credit", "a message", "a grant"};
-    std::string text = std::string(whats[static_cast<int>(where.what)]) + ", use " + std::to_string(static_cast<int>(where.use)) + ", step " +
-                       std::to_string(where.step) + ", team " + std::to_string(team_) + ", of ranks";
+    std::string text = std::string(whats[static_cast<int>(where.what)]) + ", use " +
+                       std::to_string(static_cast<int>(where.use)) + ", step " + std::to_string(where.step) +
+                       ", team " + std::to_string(team_) + ", of ranks";
     for (const Waited& w : all)
       if (!w.come) text += " " + std::to_string(c_.rank_of(w.peer));
     return text;
@@ -369,10 +383,11 @@ class Model {
   void pack(Role& r, const Clock& now, const Packet& out) {
     m_.note(&r, "reads a packet, wire [%lld, %lld)", out.range.lo, out.range.hi);
     std::vector<Word> payload(static_cast<size_t>(ceil_div(out.range.hi - out.range.lo, payload_bytes)));
-    for_each_piece(in_slot(reinterpret_cast<char*>(payload.data()), out.range.lo), out.place, out.range, [&](char* write, const char* read, i64 bytes) {
-      m_.memory.read(read, bytes, r.now(), now);
-      std::memcpy(write, read, static_cast<size_t>(bytes));
-    });
+    for_each_piece(in_slot(reinterpret_cast<char*>(payload.data()), out.range.lo), out.place, out.range,
+                   [&](char* write, const char* read, i64 bytes) {
+                     m_.memory.read(read, bytes, r.now(), now);
+                     std::memcpy(write, read, static_cast<size_t>(bytes));
+                   });
     for (size_t k = 0; k < payload.size(); ++k) {
       r.loose.push_back([this, &r, now, line = tag_of(out, static_cast<i64>(k)), tag = out.tag, bytes = payload[k]] {
         if (!m_.memory.let_go(line, now)) throw Broken("a packet line is overwritten before it was read");
@@ -391,7 +406,8 @@ class Model {
   }
 
   // -- sums
-  Act folding(Place to, Place own, std::vector<const char*> from, Range range, Sum sum, std::shared_ptr<std::vector<Incoming>> kept) {
+  Act folding(Place to, Place own, std::vector<const char*> from, Range range, Sum sum,
+              std::shared_ptr<std::vector<Incoming>> kept) {
     Role& r = role();
     return [this, &r, seen = r.seen, to, own, from = std::move(from), range, sum, kept] {
       m_.note(&r, "reduces wire [%lld, %lld)", range.lo, range.hi);
@@ -409,7 +425,8 @@ class Model {
     };
   }
   // One element; returns its bytes.
-  i64 fold(Role& r, const Clock& now, char* to, const char* mine, const std::vector<const char*>& from, i64 at, Sum sum) {
+  i64 fold(Role& r, const Clock& now, char* to, const char* mine, const std::vector<const char*>& from, i64 at,
+           Sum sum) {
     i64 size = 0;
     numeric::with_dtype(sum.dtype, [&](auto type) {
       using T = decltype(type);
@@ -418,7 +435,8 @@ class Model {
       size = sizeof one;
       for (size_t k = 0; k < from.size(); ++k) {
         const char* source = from[k] ? from[k] + at : mine;
-        if (m_.memory.holds(source)) m_.memory.read(source, size, r.now(), now);  // else the payload of a packet that was taken
+        if (m_.memory.holds(source))
+          m_.memory.read(source, size, r.now(), now);  // else the payload of a packet that was taken
         std::memcpy(&one, source, sizeof one);
         total = k == 0 ? T::widen(one) : join(sum.op, total, T::widen(one));
       }
@@ -432,9 +450,12 @@ class Model {
   template <class W>
   static W join(Op op, W a, W b) {
     switch (op) {
-      case Op::max: return numeric::join<Op::max>(a, b);
-      case Op::min: return numeric::join<Op::min>(a, b);
-      default: return numeric::join<Op::sum>(a, b);
+      case Op::max:
+        return numeric::join<Op::max>(a, b);
+      case Op::min:
+        return numeric::join<Op::min>(a, b);
+      default:
+        return numeric::join<Op::sum>(a, b);
     }
   }
 

@@ -1,0 +1,1 @@
+"""Attention over sharded tokens: one function, `sharded_attention`, and one file a mode."""

@@ -1,0 +1,31 @@
+"""How a command ends: an exit code, and for what went wrong one line that says all there is to say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+DONE, FAILED, WRONG_INPUT = 0, 1, 2  # argparse's is the last
+
+
+class InputError(Exception):
+    """An argument that cannot be: said in one line, before any rank starts."""
+
+
+def ended(command: str, work: Callable[[], int]) -> int:
+    """work()'s code. Our own errors are told in their words; of any other the traceback is wanted."""
+    try:
+        return work()
+    except InputError as error:
+        return told(command, str(error), WRONG_INPUT)
+    except Exception as error:
+        from purlin_core.errors import PurlinError
+
+        if not isinstance(error, PurlinError):
+            raise
+        return told(command, f"{type(error).__name__}: {error}", FAILED)
+
+
+def told(command: str, text: str, code: int) -> int:
+    print(f"{command}: {text}", file=sys.stderr)
+    return code

@@ -1,0 +1,88 @@
+"""A pipeline, loaded and called as the options say, with its clock."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from purlin_diffusion.commands.exits import InputError
+from purlin_diffusion.commands.options import Options
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one call. `steps` lie between the ends of consecutive steps, so there is one fewer than there are steps."""
+
+    whole: float
+    steps: tuple[float, ...]
+
+    @property
+    def step(self) -> float | None:
+        """Median of the steps; None when the call had a single one."""
+        return statistics.median(self.steps) if self.steps else None
+
+
+def load(options: Options, device: str) -> Any:
+    """The pipeline on its device, with diffusers' bars for loading left out."""
+    import torch
+    from diffusers.utils import logging
+
+    from purlin_diffusion.pipelines import load as load_pipeline
+
+    logging.disable_progress_bar()
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    return load_pipeline(options.model, dtype=dtype, device=device)
+
+
+def call_arguments(options: Options) -> dict[str, Any]:
+    """The model's defaults, and what the options say over them."""
+    from purlin_diffusion.pipelines import defaults
+
+    arguments: dict[str, Any] = dict(defaults(options.model))
+    guidance = "true_cfg_scale" if "true_cfg_scale" in arguments else "guidance_scale"
+    said = {
+        "prompt": options.prompt,
+        "num_inference_steps": options.steps,
+        "height": options.height,
+        "width": options.width,
+        guidance: options.guidance,
+        "num_images_per_prompt": options.images,
+    }
+    return {**arguments, **{name: value for name, value in said.items() if value is not None}}
+
+
+def call(pipe: Any, arguments: dict[str, Any], *, seed: int, output: str = "pil") -> tuple[Any, Seconds]:
+    """Draw. Returns the images (a list of PIL images, or an array of b x h x w x 3 in 0..1 for output="np") and the seconds."""
+    import torch
+
+    known = inspect.signature(pipe.__call__).parameters
+    if unknown := [name for name in arguments if name not in known]:
+        raise InputError(f"{type(pipe).__name__} takes no {', '.join(unknown)}")
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else no_wait
+    ends: list[float] = []
+
+    def step_ended(_pipe: Any, _step: int, _time: Any, kept: dict[str, Any]) -> dict[str, Any]:
+        ends.append(now(wait))
+        return kept
+
+    began = now(wait)
+    result = pipe(
+        **arguments, generator=torch.Generator().manual_seed(seed), output_type=output, callback_on_step_end=step_ended
+    )
+    whole = now(wait) - began
+    return result.images, Seconds(whole, tuple(end - start for start, end in pairwise(ends)))
+
+
+def now(wait: Callable[[], None]) -> float:
+    """Seconds on a clock that runs on, when all that was started on the device is done."""
+    wait()
+    return time.perf_counter()
+
+
+def no_wait() -> None:
+    """On a CPU everything that was started is done."""

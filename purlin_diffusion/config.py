@@ -1,0 +1,123 @@
+"""What a user asks for. `None` means: choose. The product of the degrees is the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, get_args
+
+from purlin_diffusion.errors import ConfigError, NotBuiltError
+
+AttentionMode = Literal["auto", "gather_kv", "ulysses", "ring"]
+PatchMode = Literal["exact", "displaced"]
+Place = Literal["all", "root"]
+Backend = Literal["auto", "purlin", "torch"]
+
+BUILT_ATTENTION = ("gather_kv", "ulysses")
+DEGREES = ("cfg", "sequence", "tensor", "patch")
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks along each axis; their product is the world."""
+
+    cfg: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    patch: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How to spread a denoiser over ranks.
+
+    cfg, sequence, tensor, patch: ranks along each axis; None chooses.
+    attention: how sharded tokens meet at an attention. `gather_kv` moves keys and values once; `ulysses` moves tokens to heads and back.
+    patch_mode, warmup_steps: for UNets in patch mode. vae: decode on all ranks. graph: CUDA graphs.
+    text: which ranks hold the text encoders. gather: which ranks get the output.
+    backend: who carries the exchanges. timeout: seconds a rank waits for another.
+
+    Raises ConfigError.
+    """
+
+    cfg: int | None = None
+    sequence: int | None = None
+    attention: AttentionMode = "auto"
+    tensor: int | None = None
+    patch: int | None = None
+    patch_mode: PatchMode = "exact"
+    warmup_steps: int = 4
+    vae: bool = True
+    graph: bool | Literal["auto"] = "auto"
+    text: Place = "all"
+    gather: Place = "all"
+    backend: Backend = "auto"
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in DEGREES:
+            _check_degree(name, getattr(self, name))
+        _check_word("attention", self.attention, get_args(AttentionMode))
+        _check_word("patch_mode", self.patch_mode, get_args(PatchMode))
+        _check_word("text", self.text, get_args(Place))
+        _check_word("gather", self.gather, get_args(Place))
+        _check_word("backend", self.backend, get_args(Backend))
+        _check_word("graph", self.graph, (True, False, "auto"))
+        _check_word("vae", self.vae, (True, False))
+        if not _is_count(self.warmup_steps, 0):
+            raise _error("warmup_steps", "a count of steps, 0 or more", self.warmup_steps, "The default is 4.")
+        if not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
+            raise _error("timeout", "seconds, more than 0", self.timeout, "The default is 300.")
+
+    def degrees(self, ranks: int) -> Degrees:
+        """The degrees for a world of `ranks`. Raises ConfigError when they cannot be, NotBuiltError for axes of a later version."""
+        _refuse_unbuilt(self)
+        given = prod(getattr(self, name) or 1 for name in DEGREES)
+        if self.sequence is None and ranks % given == 0:
+            return Degrees(sequence=ranks // given)
+        if given != ranks:
+            asked = ", ".join(f"{name}={getattr(self, name)}" for name in DEGREES if getattr(self, name) is not None)
+            raise ConfigError(
+                f"ParallelConfig: the degrees need a product of {ranks} ranks; got {asked}, which is {given}."
+                " Leave `sequence` out to have it chosen, or start as many ranks."
+            )
+        return Degrees(sequence=self.sequence or 1)
+
+
+def _refuse_unbuilt(config: ParallelConfig) -> None:
+    for name in ("cfg", "tensor", "patch"):
+        if (getattr(config, name) or 1) > 1:
+            raise _unbuilt(
+                f"{name}={getattr(config, name)}", "sequence parallelism: `sequence=`, or leave all degrees out"
+            )
+    if config.attention == "ring":
+        raise _unbuilt('attention="ring"', "attention=" + ", ".join(map(repr, BUILT_ATTENTION)))
+    if config.graph is True:
+        raise _unbuilt("graph=True", 'graph="auto" or False, which both run eagerly')
+    if config.gather == "root":
+        raise _unbuilt('gather="root"', 'gather="all"')
+    if config.patch_mode == "displaced":
+        raise _unbuilt('patch_mode="displaced"', 'patch_mode="exact"')
+
+
+def _unbuilt(asked: str, there_is: str) -> NotBuiltError:
+    return NotBuiltError(f"ParallelConfig: {asked} is not built yet. There is {there_is}.")
+
+
+def _check_degree(name: str, value: Any) -> None:
+    if value is not None and not _is_count(value, 1):
+        raise _error(name, "a count of ranks, 1 or more, or None", value, "None chooses.")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_word(name: str, value: Any, words: Sequence[Any]) -> None:
+    if not any(value is word or (isinstance(word, str) and value == word) for word in words):
+        raise _error(name, "one of " + ", ".join(map(repr, words)), value, "See ParallelConfig.")
+
+
+def _error(name: str, needed: str, came: Any, cure: str) -> ConfigError:
+    return ConfigError(f"ParallelConfig: `{name}` needs {needed}; got {came!r}. {cure}")

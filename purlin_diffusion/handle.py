@@ -1,0 +1,79 @@
+"""What parallelize returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from purlin_diffusion.config import ParallelConfig
+from purlin_diffusion.counters import Counters
+
+if TYPE_CHECKING:
+    from purlin_diffusion.session import Session
+
+
+class Handle:
+    """A parallel model: who this process is in it, what it did, and the way back.
+
+    The model keeps its ranks alive by itself; a handle need not be kept.
+    """
+
+    def __init__(self, sessions: Sequence[Session], config: ParallelConfig, at_undo: Callable[[], None]) -> None:
+        self._sessions, self._config, self._at_undo = tuple(sessions), config, at_undo
+        self._undone = False
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; 0 where the ranks are threads."""
+        return self._sessions[0].rank
+
+    @property
+    def ranks(self) -> int:
+        return self._sessions[0].ranks
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this process saves the image and shows the progress bar."""
+        return self.rank == 0
+
+    @property
+    def route(self) -> str:
+        """What carries the exchanges, and why."""
+        return str(self._sessions[0].route)
+
+    @property
+    def counters(self) -> tuple[Counters, ...]:
+        """What each rank of this process did, denoiser by denoiser."""
+        return tuple(counters for session in self._sessions for counters in session.counters())
+
+    @property
+    def stats(self) -> tuple[Any, ...]:
+        """What each rank of this process has exchanged so far, denoiser by denoiser: calls, sent_bytes, received_bytes."""
+        return tuple(carrier.stats() for session in self._sessions for carrier in session.carriers)
+
+    def explain(self) -> str:
+        """Route, plan, layouts, tokens a rank, exchanges and bytes a step, as text."""
+        from purlin_diffusion.report import explain
+
+        return "\n\n".join(explain(session, self._config) for session in self._sessions)
+
+    def on_all(self, fn: Callable[[nn.Module], Any]) -> list[Any]:
+        """fn(model) on the denoiser of this process, so that all ranks have its effect; under a launcher every rank calls it. Returns what fn did.
+
+        What LoRA, IP-Adapters and attribute changes do is followed without this; it is for changes that cannot be seen from outside.
+        """
+        return [session.on_all(fn) for session in self._sessions]
+
+    def undo(self) -> None:
+        """Give the model back as it was, bit for bit, and end the ranks of this process. Does nothing the second time."""
+        if not self._undone:
+            self._undone = True
+            for session in self._sessions:
+                session.close()
+            self._at_undo()
+
+    def __repr__(self) -> str:
+        state = "undone" if self._undone else f"rank {self.rank} of {self.ranks}, {self.route}"
+        return f"<purlin_diffusion.Handle: {state}>"

@@ -1,0 +1,93 @@
+"""The denoiser's inputs come from the root at every call, so that seeds, schedulers and callbacks cannot make ranks drift.
+
+Their structure (containers, shapes, dtypes, numbers, texts) must be alike on all ranks; it is compared first, by a digest, and a difference is named
+on all of them. Then the root's tensors take the place of every rank's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purlin_diffusion.carrier import Carrier
+from purlin_diffusion.errors import InputsDifferError
+from purlin_diffusion.tree import leaves, map_tensors
+
+DIGEST_BYTES = 16
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
+
+
+@dataclass(frozen=True)
+class Carriers:
+    """`device` moves tensors; `host` moves what Python has to read, and is a CPU one."""
+
+    device: Carrier
+    host: Carrier
+
+
+def from_root(arguments: Mapping[str, Any], carriers: Carriers) -> dict[str, Any]:
+    """`arguments` with every tensor the root's. Collective. Raises InputsDifferError, on every rank, when their structures differ."""
+    if carriers.device.ranks == 1:
+        return dict(arguments)
+    agree(describe(arguments), carriers.host)
+    mine = [value for _, value in leaves(arguments) if isinstance(value, Tensor)]
+    theirs = iter(_broadcast([x for x in mine if x.device.type != "cpu"], carriers.device))
+    theirs_host = iter(_broadcast([x for x in mine if x.device.type == "cpu"], carriers.host))
+    return dict(map_tensors(dict(arguments), lambda x: next(theirs_host if x.device.type == "cpu" else theirs)))
+
+
+def describe(arguments: Mapping[str, Any]) -> list[str]:
+    """One line a leaf: all that must be alike on every rank."""
+    return [f"{path}: {_describe(value)}" for path, value in leaves(arguments)]
+
+
+def agree(lines: list[str], host: Carrier) -> None:
+    """Raise InputsDifferError on every rank unless `lines` are alike on all. Collective."""
+    text = "\n".join(lines).encode()
+    digest = torch.frombuffer(bytearray(hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()), dtype=torch.uint8)
+    digests = host.exchange([digest], ["n@ -> n"])[0].view(host.ranks, DIGEST_BYTES)
+    if bool((digests == digests[0]).all()):
+        return
+    texts = _gather_texts(text, host)
+    other = next(rank for rank in range(1, host.ranks) if texts[rank] != texts[0])
+    raise InputsDifferError(_difference(texts[0].split("\n"), texts[other].split("\n"), other))
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} tensor {tuple(value.shape)} on {value.device.type}"
+    if isinstance(value, _PLAIN) or (isinstance(value, (list, tuple, Mapping)) and not value):
+        return repr(value)
+    return type(value).__name__
+
+
+def _gather_texts(text: bytes, host: Carrier) -> list[str]:
+    lengths = host.exchange([torch.tensor([len(text)])], ["n@ -> n"])[0].tolist()
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    joined = host.exchange([mine], ["n@ -> n"], sizes={"n": lengths})[0]
+    return [bytes(part.tolist()).decode() for part in torch.split(joined, lengths)]
+
+
+def _difference(root: list[str], other: list[str], rank: int) -> str:
+    said = [line for line in root if line not in other]
+    heard = [line for line in other if line not in root]
+    return (
+        f"parallelize: the denoiser's inputs differ between ranks. Rank 0 has {'; '.join(said) or 'nothing more'};"
+        f" rank {rank} has {'; '.join(heard) or 'nothing more'}. Call the pipeline with the same prompt, size, steps and options on every rank."
+    )
+
+
+def _broadcast(tensors: list[Tensor], carrier: Carrier) -> list[Tensor]:
+    """Every rank's copy of the root's `tensors`: an all-gather in which all other shards are empty."""
+    if not tensors:
+        return []
+    flat = [x.reshape(-1) if carrier.rank == 0 else x.new_empty(0) for x in tensors]
+    specs = [f"n{i}@ -> n{i}" for i in range(len(tensors))]
+    sizes = {f"n{i}": (x.numel(),) + (0,) * (carrier.ranks - 1) for i, x in enumerate(tensors)}
+    return [y.view(x.shape) for x, y in zip(tensors, carrier.exchange(flat, specs, sizes=sizes), strict=True)]

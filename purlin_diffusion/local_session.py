@@ -1,0 +1,176 @@
+"""Ranks as threads of this process: the caller's thread is the root and runs the model it was given, worker threads run replicas of it.
+
+There is one pipeline, scheduler and text encoder. Each root call hands its inputs to the workers and waits for all of them: a rank's exception
+surfaces in the caller, and what a scheduler does with the output afterwards meets no rank still at work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+import torch
+from torch import nn
+
+from purlin_core.errors import ClosedError, PeerError
+from purlin_diffusion.arguments import bind
+from purlin_diffusion.carrier import Carrier
+from purlin_diffusion.config import ParallelConfig
+from purlin_diffusion.counters import Counters
+from purlin_diffusion.errors import RankError
+from purlin_diffusion.local_rank import LocalRank
+from purlin_diffusion.plan import Plan
+from purlin_diffusion.replica import fingerprint
+from purlin_diffusion.route import Opened, Route, open_local
+from purlin_diffusion.session import refuse_gradients
+from purlin_diffusion.sharded import ShardedModel
+from purlin_diffusion.workers import Ambience, intra_op_threads, same_threads
+
+END_SECONDS = 10.0  # how long ranks may take to notice that another has left
+
+
+class LocalSession:
+    """One parallel model and its ranks."""
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, mode: str, config: ParallelConfig, devices: Sequence[torch.device]
+    ) -> None:
+        self.rank, self.ranks = 0, len(devices)
+        self._plan, self._mode, self._config, self._devices = plan, mode, config, devices
+        self._lock = threading.RLock()
+        self._closed = False
+        self._threads = max(1, torch.get_num_threads() // len(devices)) if devices[0].type == "cpu" else None
+        self.route, world = self._open(config.backend)
+        self._world: Opened | None = world
+        self._workers = [LocalRank(rank, devices[0], device) for rank, device in enumerate(devices) if rank > 0]
+        try:
+            self._root = ShardedModel(model, plan, world.carriers[0], mode, around=self._call)
+            self._seen: Hashable = None
+            self._follow()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def carriers(self) -> Sequence[Carrier]:
+        return self._world.carriers if self._world else ()
+
+    @property
+    def sharded(self) -> ShardedModel:
+        return self._root
+
+    def counters(self) -> tuple[Counters, ...]:
+        return (self._root.counters(), *(worker.sharded.counters() for worker in self._workers))
+
+    def on_all(self, fn: Callable[[nn.Module], Any]) -> Any:
+        """fn(model), then replicas that have followed whatever it did."""
+        with self._lock:
+            result = fn(self._root.model)
+            self._seen = None
+            self._follow()
+            return result
+
+    def close(self) -> None:
+        """Give the model back as it was, end the threads. Does nothing the second time."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if hasattr(self, "_root"):
+                self._root.close()
+            for worker in self._workers:
+                worker.close()
+            self._close_world()
+
+    # One root call
+
+    def _call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._lock, intra_op_threads(self._threads):
+            refuse_gradients(self._root.model)
+            arguments = bind(self._root.model, args, kwargs)
+            if self._world is None:
+                self._reopen()
+            self._root.doors.anchor()
+            self._follow()
+            # What is wrong with the arguments is raised here, before any rank has begun.
+            share = self._root.cut(arguments)
+            return self._run(forward, share, arguments)
+
+    def _run(self, forward: Callable[..., Any], share: dict[str, Any], arguments: Mapping[str, Any]) -> Any:
+        ambience = Ambience.here()
+        started = [worker.start(arguments, ambience, self._threads) for worker in self._workers]
+        try:
+            with self._root.carrier.guard():
+                output = self._root.run(forward, share)
+            failed = self._first_failure(started, self._config.timeout)
+        except BaseException as error:
+            failed = self._first_failure(started, END_SECONDS)
+            self._break_off(started)
+            if failed is not None and isinstance(error, PeerError) and not isinstance(failed.__cause__, PeerError):
+                raise failed from failed.__cause__  # the root has met its echo
+            raise
+        if failed is not None:
+            self._break_off(started)
+            raise failed from failed.__cause__
+        return output
+
+    def _first_failure(self, started: Sequence[Future[Any]], seconds: float) -> RankError | None:
+        """The exception of a worker, told with its rank: one that is not the echo of another rank's, if there is one. Waits `seconds` for all."""
+        done, late = wait(started, timeout=seconds)
+        errors = {rank: future.exception() for rank, future in enumerate(started, start=1) if future in done}
+        own = [(rank, error) for rank, error in errors.items() if error is not None]
+        own.sort(key=lambda pair: isinstance(pair[1], PeerError))
+        if own:
+            rank, error = own[0]
+            failure = RankError(
+                f"rank {rank} of {self.ranks} ({self._devices[rank]}): {type(error).__name__}: {error}", rank
+            )
+            failure.__cause__ = error
+            return failure
+        if late:
+            rank = started.index(next(iter(late))) + 1
+            return RankError(
+                f"rank {rank} of {self.ranks} has not ended its forward. undo() and parallelize again.", rank
+            )
+        return None
+
+    def _break_off(self, started: Sequence[Future[Any]]) -> None:
+        """After a failure: new carriers at the next call, and new threads for those that are stuck."""
+        self._close_world()
+        for worker, future in zip(self._workers, started, strict=True):
+            if not future.done():
+                worker.replace_thread()
+
+    # Ranks that follow
+
+    def _open(self, backend: str) -> tuple[Route, Opened]:
+        with same_threads():
+            return open_local(self._config, self.ranks, self._devices[0], backend=backend)
+
+    def _close_world(self) -> None:
+        if self._world is not None:
+            with same_threads():
+                self._world.close()
+            self._world = None
+
+    def _reopen(self) -> None:
+        if self._closed:
+            raise ClosedError("parallelize: this model's ranks have ended. Call parallelize again.")
+        _, world = self._open(self.route.backend)
+        self._world = world
+        for sharded, carrier in zip(
+            (self._root, *(worker.sharded for worker in self._workers)), world.carriers, strict=True
+        ):
+            sharded.reconnect(carrier)
+
+    def _follow(self) -> None:
+        """Make the replicas anew when the model has changed since they were made."""
+        seen = fingerprint(self._root.model) if self._workers else ()
+        if seen == self._seen:
+            return
+        assert self._world is not None
+        for worker in self._workers:
+            worker.hold(self._root, self._plan, self._world.carriers[worker.rank], self._mode)
+        self._seen = seen

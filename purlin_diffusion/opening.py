@@ -1,0 +1,148 @@
+"""From what a user passes to parallelize to sessions that run: all checks first, then ranks, or nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from purlin_diffusion.carrier import Carrier
+from purlin_diffusion.config import ParallelConfig
+from purlin_diffusion.errors import ConfigError, NotBuiltError
+from purlin_diffusion.group_session import GroupSession
+from purlin_diffusion.handle import Handle
+from purlin_diffusion.inputs import Carriers
+from purlin_diffusion.local_session import LocalSession
+from purlin_diffusion.paths import modules_at
+from purlin_diffusion.placement import check_free, denoisers, device_of, local_devices, processes
+from purlin_diffusion.plan import Plan
+from purlin_diffusion.registry import plan_of
+from purlin_diffusion.route import Route, announce, open_group
+from purlin_diffusion.session import Session
+from purlin_diffusion.validate import validate
+
+ULYSSES_RANKS = 4  # from here on ulysses moves at most half of gather_kv's bytes: 4Sh(P-1)/P^2 against 2Sh(P-1)/P
+
+
+def open_handle(
+    pipe_or_model: Any,
+    config: ParallelConfig,
+    devices: int | Sequence[torch.device | str] | None,
+    communicator: Carrier | None,
+) -> Handle:
+    """What parallelize() does."""
+    if devices is not None and communicator is not None:
+        raise ConfigError(
+            "parallelize: needs `devices` (threads of this process) or `communicator` (ranks that are there); got both."
+        )
+    models = denoisers(pipe_or_model)
+    plans = [_plan(pipe_or_model, model) for model in models]
+    if communicator is not None:
+        return _with_communicator(models, plans, config, communicator)
+    launched = processes() > 1
+    if launched and devices is not None:
+        raise ConfigError(
+            "parallelize: `devices` is for one process, and a launcher started several. Leave it out: each process holds one rank."
+        )
+    if launched:
+        return _with_processes(models, plans, config)
+    return _with_threads(models, plans, config, 1 if devices is None else devices)
+
+
+def _plan(pipe_or_model: Any, model: nn.Module) -> Plan:
+    check_free(pipe_or_model, model)
+    plan = plan_of(model)
+    validate(plan, model)
+    return plan
+
+
+def _mode(model: nn.Module, plan: Plan, config: ParallelConfig, ranks: int) -> str:
+    config.degrees(ranks)
+    if config.attention != "auto":
+        return config.attention
+    heads = {getattr(module, "heads", 0) for path in plan.calls for _, module in modules_at(model, path)}
+    return "ulysses" if ranks >= ULYSSES_RANKS and all(count % ranks == 0 for count in heads) else "gather_kv"
+
+
+def _with_threads(
+    models: Sequence[nn.Module],
+    plans: Sequence[Plan],
+    config: ParallelConfig,
+    devices: int | Sequence[torch.device | str],
+) -> Handle:
+    places = [local_devices(model, devices) for model in models]
+    modes = [_mode(model, plan, config, len(place)) for model, plan, place in zip(models, plans, places, strict=True)]
+    parts = zip(models, plans, modes, places, strict=True)
+    sessions = _open(partial(LocalSession, model, plan, mode, config, place) for model, plan, mode, place in parts)
+    return _announced(sessions, config, at_undo=_nothing)
+
+
+def _with_processes(models: Sequence[nn.Module], plans: Sequence[Plan], config: ParallelConfig) -> Handle:
+    _refuse_for_processes(config)
+    device = device_of(models[0])
+    modes = [_mode(model, plan, config, processes()) for model, plan in zip(models, plans, strict=True)]
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+
+    def join(model: nn.Module, plan: Plan, mode: str) -> Session:
+        route, carriers = open_group(config, None, device)
+        return GroupSession(model, plan, mode, carriers, route, owned=True)
+
+    sessions = _open(partial(join, model, plan, mode) for model, plan, mode in zip(models, plans, modes, strict=True))
+    return _announced(sessions, config, at_undo=dist.destroy_process_group if ours else _nothing)
+
+
+def _with_communicator(
+    models: Sequence[nn.Module], plans: Sequence[Plan], config: ParallelConfig, communicator: Carrier
+) -> Handle:
+    _refuse_for_processes(config)
+    if not isinstance(communicator, Carrier):
+        raise ConfigError(
+            f"parallelize: `communicator` needs a purlin_core Communicator; got {type(communicator).__name__}."
+        )
+    if torch.device(getattr(communicator, "device", "cpu")).type != "cpu":
+        raise NotBuiltError(
+            "parallelize: a `communicator` on CUDA is not built yet. Leave it out, and start ranks by a launcher or `devices`."
+        )
+    route = Route(type(communicator).__name__, f"the caller's own, rank {communicator.rank} of {communicator.ranks}")
+    carriers = Carriers(device=communicator, host=communicator)
+    modes = [_mode(model, plan, config, communicator.ranks) for model, plan in zip(models, plans, strict=True)]
+    parts = zip(models, plans, modes, strict=True)
+    sessions = _open(
+        partial(GroupSession, model, plan, mode, carriers, route, owned=False) for model, plan, mode in parts
+    )
+    return _announced(sessions, config, at_undo=_nothing)
+
+
+def _open(makers: Iterable[Callable[[], Session]]) -> list[Session]:
+    """All sessions, or none."""
+    sessions: list[Session] = []
+    try:
+        for make in makers:
+            sessions.append(make())
+    except BaseException:
+        for session in sessions:
+            session.close()
+        raise
+    return sessions
+
+
+def _announced(sessions: Sequence[Session], config: ParallelConfig, at_undo: Callable[[], None]) -> Handle:
+    announce(sessions[0].route, rank=sessions[0].rank)
+    return Handle(sessions, config, at_undo=at_undo)
+
+
+def _refuse_for_processes(config: ParallelConfig) -> None:
+    if config.text == "root":
+        raise NotBuiltError(
+            'ParallelConfig: text="root" is not built yet for processes. There is text="all", or one process with `devices=`.'
+        )
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,114 @@
+"""Where a denoiser is and where its ranks shall be: what parallelize accepts, and what it refuses with advice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from purlin_diffusion.doors import foreign_hooks, is_hooked, runs_diffusers_parallelism
+from purlin_diffusion.environment import launched_ranks
+from purlin_diffusion.errors import AlreadyParallelError, ConfigError, PlacementError, UnsupportedModelError
+from purlin_diffusion.registry import supported
+
+DENOISERS = ("transformer", "transformer_2", "unet")  # what diffusers' pipelines call them
+MAX_RANKS = 16
+
+
+def denoisers(pipe_or_model: Any) -> list[nn.Module]:
+    """The modules to parallelize: the model itself, or the pipeline's denoisers, compiled or not. Raises UnsupportedModelError."""
+    if isinstance(pipe_or_model, nn.Module):
+        found = [pipe_or_model]
+    else:
+        components = getattr(pipe_or_model, "components", None) or {}
+        found = [components[name] for name in DENOISERS if isinstance(components.get(name), nn.Module)]
+    if not found:
+        raise UnsupportedModelError(
+            f"parallelize: needs a diffusers pipeline with a denoiser ({', '.join(DENOISERS)}), or a denoiser;"
+            f" got {type(pipe_or_model).__name__}. Supported: {', '.join(supported())}."
+        )
+    return [getattr(model, "_orig_mod", model) for model in found]  # torch.compile wraps it
+
+
+def check_free(pipe_or_model: Any, model: nn.Module) -> None:
+    """Raise AlreadyParallelError or PlacementError when something else has a hand on `model`."""
+    name = type(model).__name__
+    if is_hooked(model):
+        raise AlreadyParallelError(
+            f"parallelize: this {name} is parallel already (a pipeline that shares it is, too). Call undo() on the handle it gave, then again."
+        )
+    for holder in (pipe_or_model, model):
+        if getattr(holder, "hf_device_map", None):
+            raise PlacementError(
+                f"parallelize: {type(holder).__name__} is spread by a device map ({holder.hf_device_map})."
+                " Load it without device_map, or call reset_device_map(), and move it to one device with .to(...)."
+            )
+    if runs_diffusers_parallelism(model):
+        raise PlacementError(
+            f"parallelize: {name} runs diffusers' own parallelism (enable_parallelism). Load it anew without."
+        )
+    devices = {x.device for x in model.parameters()}
+    if len(devices) > 1 or any(device.type == "meta" for device in devices):
+        raise PlacementError(
+            f"parallelize: {name} needs all weights on one device; got {sorted(map(str, devices))}. Move it with .to(...)."
+        )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the weights are; the CPU for a model without any."""
+    return next((x.device for x in model.parameters()), torch.device("cpu"))
+
+
+def local_devices(model: nn.Module, devices: int | Sequence[torch.device | str]) -> list[torch.device]:
+    """A device a rank of this process, the model's own first. Raises ConfigError and PlacementError."""
+    here = device_of(model)
+    if (
+        isinstance(devices, bool)
+        or (isinstance(devices, int) and devices < 1)
+        or (not isinstance(devices, int) and not devices)
+    ):
+        raise ConfigError(f"parallelize: `devices` needs a count of 1 or more, or a list of devices; got {devices!r}.")
+    chosen = (
+        _count(here, devices) if isinstance(devices, int) else [_indexed(torch.device(device)) for device in devices]
+    )
+    if len(chosen) > MAX_RANKS:
+        raise ConfigError(f"parallelize: `devices` needs at most {MAX_RANKS}; got {len(chosen)}.")
+    if chosen[0] != _indexed(here):
+        raise PlacementError(
+            f"parallelize: the first of `devices` needs to be the model's own, {here}; got {chosen[0]}. Move it with .to(...)."
+        )
+    if {device.type for device in chosen} != {here.type} or (here.type != "cpu" and len(set(chosen)) < len(chosen)):
+        raise ConfigError(
+            f"parallelize: `devices` needs different devices of one type; got {[str(device) for device in chosen]}."
+        )
+    if hooked := foreign_hooks(model):
+        raise PlacementError(
+            f"parallelize: modules carry hooks that a replica cannot copy (a cache, an offload, layerwise casting): {', '.join(hooked[:3])}."
+            " Disable them first, or start one process a rank (purlin_diffusion.launch, torchrun)."
+        )
+    return chosen
+
+
+def processes() -> int:
+    """How many ranks torchrun, accelerate launch, purlin_diffusion.launch or the user's own init_process_group made of processes; 1 without."""
+    return dist.get_world_size() if dist.is_initialized() else launched_ranks() or 1
+
+
+def _count(here: torch.device, count: int) -> list[torch.device]:
+    if here.type == "cpu":
+        return [here] * count
+    there = torch.cuda.device_count() if here.type == "cuda" else 1
+    if count > there:
+        raise ConfigError(f"parallelize: devices={count} needs as many {here.type} devices; there are {there}.")
+    first = _indexed(here)
+    others = [device for device in (torch.device(here.type, i) for i in range(there)) if device != first]
+    return [first, *others[: count - 1]]
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())

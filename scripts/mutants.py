@@ -1,0 +1,338 @@
+"""Takes each guard of the protocol away in turn and shows that a test notices.
+
+A guard is a wait, a release or acquire, a credit, a comparison, an order of two steps. Each mutant is a small edit of
+one file; the program named beside it must fail, and the table says after how many seeds. A mutant that survives means
+that its guard is not tested (or not needed): exit status 1. So does a mutant whose old text is not found any more: it
+tests nothing. Edits that change nothing observable have no place in the list.
+
+    python scripts/mutants.py [--only WORDS] [--jobs 2] [--list]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILE = ("-std=c++20", "-O0", "-ffp-contract=off", "-pthread")
+TSAN = ("-fsanitize=thread", "-fno-builtin")  # inlined memcpy would not be seen
+RUN_S = 120.0  # far more than any test needs: one that runs longer hangs, and is noticed, too
+
+PROTOCOL_ALONE = """#include "purlin/atom/model.hpp"
+#include "purlin/snac.hpp"
+{extern}template void purlin::snac::run<purlin::model::Model>(purlin::model::Model&, const purlin::Call&);
+"""
+
+SNAC = "snac.hpp"
+CPU = "atom/cpu.hpp"
+CHANNEL = "channel.hpp"
+MOVES = "moves.hpp"
+
+MODEL = ("model", "--seeds", "6000", "--failures", "1")
+THREADS = ("tsan", "--seeds", "1500", "--failures", "1")
+UNIT = ("unit",)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`edits` are pairs (old, new) in csrc/purlin/`file`; every old text stands there exactly once, in any layout.
+
+    `caught_by` is a program and its arguments.
+    """
+
+    name: str
+    file: str
+    caught_by: tuple[str, ...]
+    edits: tuple[tuple[str, str], ...]
+
+
+def mutant(name: str, file: str, caught_by: tuple[str, ...], *edits: tuple[str, str]) -> Mutant:
+    return Mutant(name, file, caught_by, edits)
+
+
+def drop(old: str) -> tuple[str, str]:
+    return old, ""
+
+
+def swap(first: str, second: str) -> tuple[str, str]:
+    """Two texts that follow each other, in the other order."""
+    return first + second, second + first
+
+
+# fmt: off
+RING_COPY = """    for (int p = 0; p < c.peers(); ++p) {
+      Range range = cut(route, p, step);
+      if (!range.empty()) a.copy(in_slot(slot_out(p, step), range.lo), in_tensors(route(p), tensors), range);
+    }
+"""
+RING_NOTIFY = "    a.notify(c.peers(), [&](int p) { return live(p) ? ready_out(p, step) : Mark{}; });\n"
+COPY_OUT = """    for (int p = 0; p < c.peers(); ++p) {
+      Range range = ring().cut(Receiving{c}, p, i);
+      if (!range.empty()) a.copy(in_tensors(c.pair[p].receive, c.output), in_slot(ring().slot_in(p, i), range.lo), range);
+    }
+"""
+COPY_FREE = "    ring().let_go(i, Receiving{c});\n"
+SUM = "    a.reduce(in_tensors(c.own_to, c.output), in_tensors(c.own_from, c.input), c.ranks, slot, c.rank, range, c.sum);\n"
+SUM_FREE = "    ring().let_go(i, Own{c});\n"
+DIRECT_COPY = "    for (int p = 0; ok && p < c.peers(); ++p) push(p);\n"
+DIRECT_NOTIFY = "    if (ok) a.notify(c.peers(), [&](int p) { return at().live(c.pair[p].send) ? ready(p) : Mark{}; });\n"
+
+PROTOCOL = (
+    mutant("ring: no wait for credit", SNAC, MODEL, ("live(p) ? credit(p, step) : Mark{}", "Mark{}")),
+    mutant("ring: one credit too many", SNAC, MODEL, ("credit_for(sent(p, step), c.geo", "credit_for(sent(p, step) - 1, c.geo")),
+    mutant("ring: notify before the copy", SNAC, MODEL, swap(RING_COPY, RING_NOTIFY)),
+    mutant("ring: no notify", SNAC, MODEL, drop(RING_NOTIFY)),
+    mutant("ring: no wait for the message", SNAC, MODEL, (".empty() ? Mark{} : ready_in(p, step)", ".empty() ? Mark{} : Mark{}")),
+    mutant("ring: slots never freed", SNAC, MODEL, (".empty() ? Mark{} : freed_out(p, step)", ".empty() ? Mark{} : Mark{}")),
+    mutant("ring: one message too many is freed", SNAC, MODEL, ("taken(p, step) + 1}; }", "taken(p, step) + 2}; }")),
+    mutant("ring: sent not kept", SNAC, MODEL, ("sent(p, route(p).messages(a.team(), a.teams()))", "sent(p, 0)")),
+    mutant("ring: taken not kept", SNAC, MODEL, ("taken(p, route(p).messages(a.team(), a.teams()))", "taken(p, 0)")),
+    mutant("ring: the other direction's signature", SNAC, MODEL,
+           ("tag(taken(p, step), c.pair[p].receive_signature)", "tag(taken(p, step), c.pair[p].send_signature)")),
+    mutant("copy: freed before it is read", SNAC, MODEL, swap(COPY_OUT, COPY_FREE)),
+    mutant("copy: the source goes on after a failed wait", SNAC, MODEL, ("if (ok) ok = ring().send(", "ring().send(")),
+    mutant("copy: the reader goes on after a failed wait", SNAC, MODEL,
+           ("if (!ok || !(ok = ring().arrived(i, Receiving{c}))) return;", "ring().arrived(i, Receiving{c});")),
+    mutant("copy: as many messages behind as slots", SNAC, MODEL, ("a.both(c.lag, Consume<A>", "a.both(c.geometry.slots, Consume<A>")),
+    mutant("reduce: freed before it is read", SNAC, MODEL, swap(SUM, SUM_FREE)),
+    mutant("reduce: as many messages behind as slots", SNAC, MODEL, ("a.both(c.lag, Reduce<A>", "a.both(c.geometry.slots, Reduce<A>")),
+    mutant("all-reduce: one ring for both halves", SNAC, MODEL, ("gather{a, c, Use::gather}", "gather{a, c, Use::ring}"),
+           ("Use::gather}.send(", "Use::ring}.send("), ("Use::gather}.count_sent(", "Use::ring}.count_sent(")),
+    mutant("all-reduce: sent on before it is summed", SNAC, MODEL,
+           ("reduce.step(i); if (reduce.ok) reduce.ok = Ring", "if (i > 0) reduce.step(i - 1); if (reduce.ok) reduce.ok = Ring")),
+    mutant("all-reduce: the input is sent on", SNAC, MODEL, ("send(i, OwnSum{c}, c.output)", "send(i, Own{c}, c.output)")),
+    mutant("all-reduce: sums on after a failed gather", SNAC, MODEL, drop("reduce.ok = gather.ok;")),
+    mutant("all-reduce: as many messages behind as slots", SNAC, MODEL,
+           ("a.both(c.lag, ReduceThenGather<A>", "a.both(c.geometry.slots, ReduceThenGather<A>")),
+    mutant("packet: no wait for credit", SNAC, MODEL,
+           ("return Mark{all().mine().freed(p, a.team(), Use::packet), credit_for(all().sent(p), packet_slots)};", "return Mark{};")),
+    mutant("packet: one credit too many", SNAC, MODEL, ("credit_for(all().sent(p), packet", "credit_for(all().sent(p) - 1, packet")),
+    mutant("packet: credit before the packet is taken", SNAC, MODEL, ("Use::packet), all().taken(p)}", "Use::packet), all().taken(p) + 1}")),
+    mutant("packet: credit never paid", SNAC, MODEL,
+           ("return Mark{all().theirs(p).freed(c.as_seen_by(p), a.team(), Use::packet), all().taken(p)};", "return Mark{};")),
+    mutant("packet: the roles do not meet", SNAC, MODEL, ("copy_own(a, c, 0); a.meet();", "copy_own(a, c, 0);"),
+           ("a.meet(); if (c.kind == Kind::copy)", "if (c.kind == Kind::copy)")),
+    mutant("packet: sent not kept", SNAC, MODEL, ("all().sent(p) + !all().cut(c.pair[p].send).empty()}", "all().sent(p)}")),
+    mutant("packet: taken not kept", SNAC, MODEL, ("all().taken(p) + !all().cut(due(p)).empty()}", "all().taken(p)}")),
+    mutant("direct: no wait for the grant", SNAC, MODEL, ("k < c.grants; ++k) ok = granted(k)", "k < 0; ++k) ok = granted(k)")),
+    mutant("direct: only the first grant is waited for", SNAC, MODEL, ("k < c.grants; ++k) ok = granted(k)", "k < 1; ++k) ok = granted(k)")),
+    mutant("direct: no grant", SNAC, MODEL, ("? offer(p, k) : GrantMark{}", "? GrantMark{} : GrantMark{}")),
+    mutant("direct: notify before the copy", SNAC, MODEL, swap(DIRECT_COPY, DIRECT_NOTIFY)),
+    mutant("direct: no notify", SNAC, MODEL, drop(DIRECT_NOTIFY)),
+    mutant("direct: no wait for the message", SNAC, MODEL, drop("a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});")),
+    mutant("direct: sent not kept", SNAC, MODEL, ("at().sent(p) + at().live(c.pair[p].send)}", "at().sent(p)}")),
+    mutant("direct: taken not kept", SNAC, MODEL, ("at().taken(p) + at().live(c.pair[p].receive)}", "at().taken(p)}")),
+    mutant("post: never told", SNAC, MODEL, ("if (a.team() != 0) return;", "if (a.team() >= 0) return;")),
+    mutant("post: a call too early", SNAC, MODEL, ("tag(c.progress->calls, c.sig", "tag(c.progress->calls + 1, c.sig")),
+)
+
+ADDRESSES = (
+    mutant("credit: first messages wait for ever", CHANNEL, MODEL, ("message + 1 > all ? message + 1 - all : 0", "message + 1 - all")),
+    mutant("tag: the number's low bit lost", CHANNEL, UNIT, ("return tag >> signature_bits;", "return tag >> signature_bits >> 1;")),
+    mutant("slots: both rings in one place", CHANNEL, UNIT, ("* 2 + (use == Use::gather)) * g.slots", "* 2) * g.slots")),
+    mutant("words: teams share them", CHANNEL, UNIT, ("static_cast<i64>(peer) * g.teams + team;", "static_cast<i64>(peer) * g.teams;")),
+    mutant("words: uses share freed", CHANNEL, UNIT, ("- line + static_cast<int>(use) * 8)", "- line)")),
+    mutant("words: grants in the line of freed", CHANNEL, UNIT, ("g.pair_words - 2 * line);", "g.pair_words - line);")),
+    mutant("windows: one for all messages", CHANNEL, UNIT, ("static_cast<i64>(message % packet_slots)", "0")),
+    mutant("peers: seen from the wrong side", "spec.hpp", UNIT, ("return ranks - 2 - peer;", "return peer;")),
+    mutant("wire: the last chunk too long", MOVES, UNIT, ("smaller(from + chunk, lo + bytes)}", "from + chunk}")),
+    mutant("wire: no gaps between items", MOVES, UNIT, drop("if (wire < item.at) return gap(item.at - wire);")),
+    mutant("wire: a carry is lost", MOVES, UNIT, ("== box.extent[d]; --d) index_[d] = 0;", "== box.extent[d]; --d);")),
+    mutant("half: ties away from even", "halves.hpp", UNIT, ("0x0fffu + (rest >> 13 & 1u)) >> 13", "0x1000u) >> 13")),
+    mutant("bfloat16: ties away from even", "halves.hpp", UNIT, ("0x7fffu + (bits >> 16 & 1u)) >> 16", "0x8000u) >> 16")),
+    mutant("max: NaN is lost", "numeric.hpp", UNIT, ("return b > a || b != b ?", "return b > a ?")),
+)
+
+HANDS = (
+    mutant("notify: no release", CPU, THREADS, ("m.value, std::memory_order_release", "m.value, std::memory_order_relaxed")),
+    mutant("wait: no acquire", CPU, THREADS,
+           ("load(std::memory_order_acquire) >= m.value", "load(std::memory_order_relaxed) >= m.value")),
+    mutant("expect, take: no acquire", CPU, THREADS,
+           ("number_of(shared(word).load(std::memory_order_acquire))", "number_of(shared(word).load(std::memory_order_relaxed))")),
+    mutant("grant: no release", CPU, THREADS, ("m.value.tag, std::memory_order_release", "m.value.tag, std::memory_order_relaxed")),
+    mutant("put: no release", CPU, THREADS, ("store(out.tag, std::memory_order_release)", "store(out.tag, std::memory_order_relaxed)")),
+    mutant("put: the tag before the payload", CPU, THREADS,
+           swap("gather(line, read, smaller(payload_bytes, out.range.hi - lo));",
+                "shared(reinterpret_cast<Word*>(line + payload_bytes)).store(out.tag, std::memory_order_release);")),
+    mutant("meet: nobody waits", CPU, THREADS, drop("while (met_.load() < 2) sched_yield();")),
+    mutant("meet: no release, no acquire", CPU, THREADS, ("met_.fetch_add(1)", "met_.fetch_add(1, std::memory_order_relaxed)"),
+           ("met_.load() < 2", "met_.load(std::memory_order_relaxed) < 2")),
+    mutant("both: everything is staged first", CPU, THREADS,
+           ("if (i >= lag && i - lag < consume.steps()) consume.step(i - lag); }",
+            "} for (int i = 0; i < consume.steps(); ++i) consume.step(i);")),
+    mutant("both: the roles share their patience", CPU, THREADS, ("patience_[roles == Roles::side_by_side ? role_ : 0]", "patience_[0]")),
+    mutant("leave: teams count without an exchange", CPU, THREADS, ("shared(&call_.progress->left).fetch_add(1) + 1", "++call_.progress->left")),
+    mutant("leave: calls not counted", CPU, THREADS, drop("++call_.progress->calls;")),
+    mutant("expect: signatures not compared", CPU, UNIT, ("shared(word).load(std::memory_order_relaxed) != tag", "false")),
+    mutant("expect: a later message will do", CPU, UNIT,
+           ("(std::memory_order_acquire)) == number_of(tag)", "(std::memory_order_acquire)) >= number_of(tag)")),
+    mutant("wait: more than enough is asked", CPU, UNIT, ("(std::memory_order_acquire) >= m.value", "(std::memory_order_acquire) > m.value")),
+    mutant("grant: may lie below the heap", CPU, UNIT, ("return place >= g.heap_at && place <=", "return place <=")),
+    mutant("grant: may end behind the heap", CPU, UNIT, drop("&& place <= g.arena_bytes - call_.pair[peer].reach")),
+    mutant("wait: poison not seen", CPU, UNIT, drop("if (poisoned()) return Arrival::never;")),
+    mutant("enter: poison not seen", CPU, UNIT, ("enter() const { return !poisoned(); }", "enter() const { return true; }")),
+    mutant("fail: peers not told", CPU, UNIT, ("for (int r = 0; r < call_.ranks; ++r) poison(call_.geometry, call_.arena[r], what);",
+                                               "poison(call_.geometry, call_.own_arena(), what);")),
+    mutant("poison: the last one stays", CPU, UNIT,
+           ("compare_exchange_strong(none, encode(what), std::memory_order_acq_rel)", "store(encode(what) + none)")),
+    mutant("wait: no deadline", CPU, UNIT, ("patience.since_first() > host_.timeout", "false")),
+    mutant("wait: posts not looked at", CPU, UNIT, ("why != Fault::none && !come()", "why != why")),
+    mutant("wait: no second look after the post", CPU, UNIT, ("why != Fault::none && !come()", "why != Fault::none")),
+    mutant("wait: a farewell not seen", CPU, UNIT, drop("if (post == farewell) return Fault::left;")),
+    mutant("wait: no interrupts", CPU, UNIT, ("if (host_.interrupted && host_.interrupted())", "if (false)")),
+    mutant("post: a peer that is ahead is not noticed", "fault.hpp", UNIT, ("return ahead > 0 || (ahead == 0 &&", "return (ahead == 0 &&")),
+    mutant("post: another signature is not noticed", "fault.hpp", UNIT,
+           ("return ahead > 0 || (ahead == 0 && signature_of(post) != (signature & signature_mask));", "return ahead > 0;")),
+    mutant("post: a peer that is behind is taken for ahead", "fault.hpp", UNIT, ("return ahead > 0 ||", "return ahead != 0 ||")),
+)
+# fmt: on
+
+MUTANTS = PROTOCOL + ADDRESSES + HANDS
+
+
+@dataclass(frozen=True)
+class Verdict:
+    mutant: Mutant
+    how: str  # empty: it survived
+    seeds: str
+    seconds: float
+
+
+def pattern(old: str) -> re.Pattern[str]:
+    """The same tokens, laid out in any way."""
+    return re.compile(r"\s*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", old))))
+
+
+def stale(mutants: Sequence[Mutant]) -> Iterator[str]:
+    for m in mutants:
+        text = (ROOT / "csrc/purlin" / m.file).read_text()
+        for old, _ in m.edits:
+            found = len(pattern(old).findall(text))
+            if found != 1:
+                yield f"{m.name}: in {m.file} its old text stands {found} times: {old.strip().splitlines()[0]}"
+
+
+def plant(m: Mutant, folder: Path) -> None:
+    shutil.copytree(ROOT / "csrc/purlin", folder / "csrc/purlin", ignore=shutil.ignore_patterns("*.cuh"))
+    path = folder / "csrc/purlin" / m.file
+    text = path.read_text()
+    for old, new in m.edits:
+        text = pattern(old).sub(lambda _, new=new: new, text)  # type: ignore[misc]
+    path.write_text(text)
+
+
+def compiler(program: str, folder: Path) -> list[str]:
+    flags = [*COMPILE, *(TSAN if program == "tsan" else ())]
+    return [os.environ.get("CXX", "g++"), *flags, "-I", str(folder / "csrc")]
+
+
+def run_quietly(command: Sequence[str]) -> str:
+    """The compiler's complaint; empty when all is well."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stderr
+
+
+def compile_rest(folder: Path) -> str:
+    """The model test without the protocol, once: mutants of snac.hpp bring only that."""
+    (folder / "declared.hpp").write_text(PROTOCOL_ALONE.format(extern="extern "))
+    source = ROOT / "tests/cpp/model.cpp"
+    command = [*compiler("model", ROOT), "-include", str(folder / "declared.hpp"), "-c", str(source)]
+    return run_quietly([*command, "-o", str(folder / "rest.o")])
+
+
+def compile_test(m: Mutant, folder: Path, rest: Path) -> str:
+    program = m.caught_by[0]
+    sources = [ROOT / "tests/cpp" / f"{program}.cpp"]
+    if m.file == SNAC and program == "model":
+        (folder / "protocol.cpp").write_text(PROTOCOL_ALONE.format(extern=""))
+        sources = [folder / "protocol.cpp", rest / "rest.o"]
+    return run_quietly([*compiler(program, folder), *map(str, sources), "-o", str(folder / program)])
+
+
+def run_test(caught_by: tuple[str, ...], folder: Path) -> tuple[str, str]:
+    """How it failed (empty: it did not), and after how many seeds."""
+    command = [str(folder / caught_by[0]), *caught_by[1:]]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_S)
+    except subprocess.TimeoutExpired:
+        return f"still running after {RUN_S:.0f} s", ""
+    if done.returncode == 0:
+        return "", ""
+    failure = re.search(r"^seed (\d+): (.+)$", done.stdout, re.MULTILINE)
+    if failure:
+        return failure[2], str(int(failure[1]) + 1)
+    law = re.search(r"^FAILED: (.+)$|^  (\S.*?) +\d+ right, .*FAILED$", done.stdout, re.MULTILINE)
+    return (law[1] or law[2] if law else f"exit status {done.returncode}"), ""
+
+
+def judge(m: Mutant, rest: Path) -> Verdict:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        folder = Path(name)
+        plant(m, folder)
+        complaint = compile_test(m, folder, rest)
+        if complaint:
+            sys.exit(f"mutants: `{m.name}` does not compile:\n{complaint}")
+        how, seeds = run_test(m.caught_by, folder)
+    return Verdict(m, how, seeds, time.monotonic() - began)
+
+
+def show(v: Verdict, width: int) -> str:
+    how = v.how[:70] if v.how else "SURVIVES"
+    return f"{v.mutant.name:<{width}}  {v.mutant.file:<12}  {v.mutant.caught_by[0]:<5}  {v.seeds:>5}  {v.seconds:5.1f} s  {how}"
+
+
+def verdicts(chosen: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name, ThreadPoolExecutor(jobs) as pool:
+        complaint = compile_rest(Path(name)) if any(m.file == SNAC for m in chosen) else ""
+        if complaint:
+            sys.exit(f"mutants: tests/cpp/model.cpp does not compile:\n{complaint}")
+        for done in as_completed([pool.submit(judge, m, Path(name)) for m in chosen]):
+            yield done.result()
+
+
+def progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Remove each guard of the protocol in turn and show which test notices."
+    )
+    parser.add_argument("--only", default="", metavar="WORDS", help="mutants whose name or file holds these words")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at once (default 2)")
+    parser.add_argument("--list", action="store_true", help="name them and stop")
+    args = parser.parse_args()
+    chosen = [m for m in MUTANTS if args.only in m.name or args.only in m.file]
+    if args.list:
+        print("\n".join(f"{m.name}  ({m.file}, {m.caught_by[0]})" for m in chosen))
+        return 0
+    old = list(stale(chosen))
+    if old:
+        print("mutants: these test nothing any more:\n  " + "\n  ".join(old))
+        return 1
+    began, survivors = time.monotonic(), 0
+    width = max(len(m.name) for m in chosen)
+    print(f"{'mutant':<{width}}  {'file':<12}  test   seeds     time  how it was noticed")
+    for k, verdict in enumerate(verdicts(chosen, args.jobs), 1):
+        survivors += not verdict.how
+        print(show(verdict, width), flush=True)
+        progress(f"{k} of {len(chosen)}, {time.monotonic() - began:.0f} s")
+    progress("")
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants noticed in {time.monotonic() - began:.0f} s")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Bad input that every rank passes alike: the right named error on each rank, nothing is sent, and the next call works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from purlin_core import (
+    AliasError,
+    ClosedError,
+    Communicator,
+    DeviceError,
+    DtypeError,
+    LocalWorld,
+    PurlinError,
+    ShapeError,
+    SpecError,
+)
+from tests.core.worlds import errors_of, same_bits, world_of
+
+RANKS = 3
+
+
+@dataclass(frozen=True)
+class Bad:
+    error: type[PurlinError]
+    words: tuple[str, ...]  # what the message must say: the call, the argument, what came, or the cure
+    call: Callable[[Communicator], object]
+
+
+def f(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+def moves(x: Tensor, spec: str, **arguments: Any) -> Callable[[Communicator], object]:
+    return lambda comm: comm.redistribute(x, spec, **arguments)
+
+
+def overlapping(comm: Communicator) -> None:
+    x = f(12)
+    comm.all_gather_into_tensor(x, x[2:6])
+
+
+def another_shard(comm: Communicator) -> None:
+    x, mine = f(12), (comm.rank + 1) % RANKS * 4
+    comm.all_gather_into_tensor(x, x[mine : mine + 4])
+
+
+def outputs_that_meet(comm: Communicator) -> None:
+    out = f(18)
+    comm.exchange([f(4), f(4)], "n@ -> n", out=[out[:12], out[6:]])
+
+
+def onto_itself_of_a_copy(comm: Communicator) -> None:
+    x = f(6, 6)
+    comm.redistribute(x, "a b -> b a", out=x)
+
+
+BAD = {
+    "meta input": Bad(DeviceError, ("all_gather_into_tensor: `x`", "meta", "cpu"), lambda c: c.all_gather_into_tensor(f(12), f(4).to("meta"))),
+    "meta output": Bad(DeviceError, ("`out`", "meta"), moves(f(4), "n@ -> n", out=f(12).to("meta"))),
+    "complex sum": Bad(DtypeError, ("all_reduce: `x`", "complex64", "Cast"), lambda c: c.all_reduce(f(4).to(torch.complex64))),
+    "bool sum": Bad(DtypeError, ("bool", "Cast"), moves(f(3) > 0, "+n -> n@")),
+    "float8 sum": Bad(DtypeError, ("float8_e4m3fn",), lambda c: c.all_reduce(f(4).to(torch.float8_e4m3fn))),
+    "mean of ints": Bad(DtypeError, ("avg", "int32"), lambda c: c.all_reduce(torch.ones(4, dtype=torch.int32), "avg")),
+    "out of another dtype": Bad(DtypeError, ("`out`", "float32", "float64"), moves(f(4), "n@ -> n", out=f(12).double())),
+    "sum of two dtypes": Bad(DtypeError, ("float32 and float64",), lambda c: c.exchange([f(3), f(3).double()], "+n -> n")),
+    "requires grad": Bad(DtypeError, ("requires grad", "no_grad"), lambda c: c.all_reduce(f(4).requires_grad_())),
+    "out requires grad": Bad(DtypeError, ("`out` requires grad",), lambda c: c.all_gather_into_tensor(f(12).requires_grad_(), f(4))),
+    "lazy conjugate": Bad(DtypeError, ("resolve_conj",), moves(f(4).to(torch.complex64).conj(), "n@ -> n")),
+    "sparse": Bad(ShapeError, ("sparse", "to_dense"), moves(f(4).to_sparse(), "n@ -> n")),
+    "sparse rows": Bad(ShapeError, ("sparse_csr", "to_dense"), lambda c: c.redistribute(f(4, 4).to_sparse_csr(), "a@ b -> a b")),
+    "sparse output": Bad(ShapeError, ("`out`", "sparse"), moves(f(4), "n@ -> n", out=f(12).to_sparse())),
+    "rows not divisible": Bad(ShapeError, ("reduce_scatter_tensor", "by 3 ranks", "7 rows"), lambda c: c.reduce_scatter_tensor(f(2), f(7))),
+    "all-to-all not divisible": Bad(ShapeError, ("all_to_all_single", "3 ranks", "7 rows", "in_sizes"), lambda c: c.all_to_all_single(f(7), f(7))),
+    "out too small": Bad(ShapeError, ("`out` needs shape (12,)", "(11,)"), lambda c: c.all_gather_into_tensor(f(11), f(4))),
+    "too few dims": Bad(ShapeError, ("`x` needs 2 dims",), moves(f(4), "s@ h -> s h")),
+    "scalar": Bad(ShapeError, ("scalar", "view(1)"), lambda c: c.reduce_scatter_tensor(f(1), torch.tensor(1.0))),
+    "rows of other width": Bad(ShapeError, ("dim 0 only",), lambda c: c.all_to_all_single(f(6, 2), f(6, 3), [2] * 3, [2] * 3)),
+    "no arrow": Bad(SpecError, ("two sides",), moves(f(4), "n@")),
+    "unknown dim": Bad(SpecError, ("`m` is missing",), moves(f(4), "n@ -> n m")),
+    "halo of sums": Bad(SpecError, ("halo of partial",), moves(f(6), "+n -> n@~1")),
+    "copy beside a sum": Bad(SpecError, ("Make a call of each kind",), lambda c: c.exchange([f(3), f(3)], ["n@ -> n", "+n -> n"])),
+    "no such op": Bad(SpecError, ("all_reduce: `op`", "sum, avg, max, min", "product"), lambda c: c.all_reduce(f(4), "product")),  # type: ignore[arg-type]
+    "no such op of a copy": Bad(SpecError, ("`op`", "product"), moves(f(4), "n@ -> n", op="product")),
+    "sizes of two ranks": Bad(ShapeError, ("sizes['n']", "3 ranks", "[4, 4]"), moves(f(4), "n@ -> n", sizes={"n": [4, 4]})),
+    "negative size": Bad(ShapeError, ("0 or more",), moves(f(4), "n@ -> n", sizes={"n": [4, -1, 4]})),
+    "sizes of another tensor": Bad(ShapeError, ("`x` needs", "rows in dim 0", "4"), moves(f(4), "n@ -> n", sizes={"n": [5, 5, 5]})),
+    "sizes of no name": Bad(ShapeError, ("'m'", "sizes"), moves(f(4), "n@ -> n", sizes={"m": [4, 4, 4]})),
+    "in_sizes do not add up": Bad(ShapeError, ("`in_sizes`", "add up to 6"), lambda c: c.all_to_all_single(f(6), f(6), [2] * 3, [2, 2, 3])),
+    "gives itself more than it takes": Bad(ShapeError, ("give itself",), lambda c: c.all_to_all_single(f(6), f(9), [2] * 3, [3] * 3)),
+    "halo of no dim": Bad(ShapeError, ("halo", "dim=2"), lambda c: c.halo(f(3), 2, 1)),
+    "negative halo": Bad(ShapeError, ("halo", "rows=(-1, 0)"), lambda c: c.halo(f(3), 0, (-1, 0))),
+    "no tensors": Bad(ShapeError, ("exchange", "0 tensors"), lambda c: c.exchange([], "n@ -> n")),
+    "no tensors but an output": Bad(ShapeError, ("exchange",), lambda c: c.exchange([], "n@ -> n", out=[f(3)])),
+    "too many tensors": Bad(ShapeError, ("1 to 16 tensors", "17 tensors"), lambda c: c.exchange([f(1)] * 17, "n@ -> n")),
+    "a spec too few": Bad(ShapeError, ("a spec for each", "2 tensors, 1 specs"), lambda c: c.exchange([f(1)] * 2, ["n@ -> n"])),
+    "an output too few": Bad(ShapeError, ("`out`", "2 inputs; got 1"), lambda c: c.exchange([f(1)] * 2, "n@ -> n", out=[f(3)])),
+    "overlap": Bad(AliasError, ("`out`", "shares with `x`", "in place are"), overlapping),
+    "another's shard": Bad(AliasError, ("`out`", "`x`"), another_shard),
+    "two outputs meet": Bad(AliasError, ("out[1]", "out[0]"), outputs_that_meet),
+    "copy onto itself": Bad(AliasError, ("`out`", "`x`"), onto_itself_of_a_copy),
+    "expanded output": Bad(AliasError, ("memory of its own for each element",), moves(f(4), "n@ -> n", out=f(1).expand(12))),
+    "expanded sum in place": Bad(AliasError, ("memory of its own for each element",), lambda c: c.all_reduce(f(1).expand(4))),
+    "heap too small": Bad(ShapeError, ("empty", "heap_bytes", "reserve()"), lambda c: c.empty((1 << 20,))),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world() -> LocalWorld:
+    with world_of(RANKS, heap_bytes=1 << 12) as made:
+        yield made  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named_on_every_rank_and_the_next_call_works(name: str, world: LocalWorld) -> None:
+    bad, before = BAD[name], [comm.stats() for comm in world.communicators]
+    for error in errors_of(world, bad.call):
+        assert type(error) is bad.error, error
+        assert all(word in str(error) for word in bad.words), error
+    assert [comm.stats() for comm in world.communicators] == before
+
+    shards = [torch.arange(4.0) + 10 * rank for rank in range(RANKS)]
+    for out in world.run(lambda comm: comm.redistribute(shards[comm.rank], "n@ -> n")):
+        assert same_bits(out, torch.cat(shards))
+    world.run(Communicator.check)
+
+
+def test_what_requires_grad_may_pass_under_no_grad_and_inference_tensors_always(world: LocalWorld) -> None:
+    def work(comm: Communicator) -> None:
+        with torch.no_grad():
+            assert comm.redistribute(f(4).requires_grad_(), "n@ -> n").sum() == 12
+        with torch.inference_mode():
+            x = f(4)
+            assert comm.redistribute(x, "n@ -> n").sum() == 12
+        assert comm.redistribute(x, "n@ -> n").sum() == 12
+
+    world.run(work)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda x: x.to("meta"), DeviceError),
+        (lambda x: x.requires_grad_(), DtypeError),
+        (lambda x: x.to(torch.complex64), DtypeError),
+        (lambda x: x.to_sparse(), ShapeError),
+    ],
+)
+def test_a_good_call_does_not_open_the_door_for_a_bad_one_of_the_same_shapes(
+    spoil: Callable[[Tensor], Tensor], error: type[PurlinError], world: LocalWorld
+) -> None:
+    """Plans are kept by all that matters of a tensor."""
+
+    def work(comm: Communicator) -> None:
+        for _ in range(2):
+            comm.all_reduce(f(6))
+            comm.redistribute(f(6), "+n -> n")
+            with pytest.raises(error):
+                comm.all_reduce(spoil(f(6)))
+            with pytest.raises(error):
+                comm.redistribute(spoil(f(6)), "+n -> n")
+
+    world.run(work)
+
+
+CALLS: dict[str, Callable[[Communicator], object]] = {
+    "redistribute": moves(f(4), "n@ -> n"),
+    "all_reduce": lambda c: c.all_reduce(f(4)),
+    "all_to_all_single": lambda c: c.all_to_all_single(f(4), f(4), [2, 2], [2, 2]),
+    "halo": lambda c: c.halo(f(4), 0, 1),
+    "barrier": Communicator.barrier,
+    "empty": lambda c: c.empty((1,)),
+    "reserve": lambda c: c.reserve(64),
+    "check": Communicator.check,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("used_before", [True, False])
+def test_a_closed_communicator_says_so(name: str, used_before: bool) -> None:
+    with world_of(2, heap_bytes=1 << 12) as world:
+        if used_before:
+            world.run(CALLS[name])
+        world.close()
+        world.close()
+        for error in errors_of(world, CALLS[name]):
+            assert type(error) is ClosedError and name in str(error) and "Make a new one" in str(error)
+        assert all(comm.stats().calls >= 0 for comm in world.communicators)
+
+
+def test_a_lot_of_strided_dims_is_refused(world: LocalWorld) -> None:
+    x = torch.zeros([4] * 7)[tuple(slice(None, None, 2) for _ in range(7))]
+    for error in errors_of(world, lambda comm: comm.redistribute(x, "a@ b c d e f g -> a b c d e f g")):
+        assert isinstance(error, ShapeError) and "at most 4 strided dims" in str(error)

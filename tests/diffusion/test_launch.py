@@ -1,0 +1,161 @@
+"""launch() starts ranks, brings back what they return, and ends them all in bounded time whatever one of them does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from purlin_diffusion import LaunchError, RankError, launch
+
+WORK = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+def where(word):
+    total = torch.ones(1); dist.all_reduce(total)
+    keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    return word, dist.get_rank(), total.item(), torch.get_num_threads(), [os.environ[key] for key in keys]
+
+def one_fails():
+    if dist.get_rank() == 1:
+        raise ZeroDivisionError("by nought")
+    time.sleep(600)
+
+def one_dies():
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), 9)
+    time.sleep(600)
+
+def cannot_travel():
+    return lambda: None
+
+def draw(folder):
+    sys.path.insert(0, folder)
+    import conftest
+    from purlin_diffusion import ParallelConfig, parallelize
+    case = conftest.flux()
+    outs = []
+    for backend in ("purlin", "torch"):
+        handle = parallelize(case.model, ParallelConfig(backend=backend, timeout=60))
+        outs.append((handle.rank, handle.route, case.run().numpy()))
+        handle.undo()
+    return outs
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of functions that new processes can import."""
+    (tmp_path / "launched_work.py").write_text(WORK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "launched_work", raising=False)
+    import launched_work
+
+    return launched_work
+
+
+def test_ranks_form_a_group_and_return_in_order(work: Any) -> None:
+    before = dict(os.environ)
+    results = launch(work.where, 2, "oak")
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert results == [("oak", r, 2.0, int(threads), [str(r), str(r), "2", threads]) for r in range(2)]
+    assert dict(os.environ) == before
+
+
+def test_parallelize_finds_its_place_in_a_launched_group(work: Any, tiny: Any) -> None:
+    one = tiny("flux").run()
+    for rank, outs in enumerate(launch(work.draw, 2, str(Path(__file__).parent))):
+        assert [(at, route.partition(":")[0]) for at, route, _ in outs] == [(rank, "purlin"), (rank, "torch")]
+        for _, _, out in outs:
+            assert abs(out - one.numpy()).max() <= 1e-5
+
+
+def test_an_exception_comes_back_with_its_rank_and_ends_the_others(work: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 of 2: ZeroDivisionError: by nought[\s\S]*Traceback") as caught:
+        launch(work.one_fails, 2)
+    assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert time.monotonic() - began < 45
+
+
+def test_a_rank_that_dies_is_named(work: Any) -> None:
+    with pytest.raises(LaunchError, match="rank 0 of 2 was ended by SIGKILL without a word"):
+        launch(work.one_dies, 2)
+
+
+def test_a_result_that_cannot_travel_is_named(work: Any) -> None:
+    with pytest.raises(RankError, match=r"rank 0 of 1: .*pickle"):
+        launch(work.cannot_travel, 1)
+
+
+def in_main() -> None:
+    """Stands for a function of a notebook."""
+
+
+def test_what_cannot_be_imported_is_named_with_both_cures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def local() -> None: ...
+
+    monkeypatch.setattr(in_main, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "in_main", in_main, raising=False)
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    for fn in (local, lambda: None, in_main):
+        with pytest.raises(
+            LaunchError, match=r"top level of a module and import it; or .*parallelize\(pipe, devices=n\)"
+        ):
+            launch(fn, 2)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 1.5, True])
+def test_a_wrong_count_is_named(ranks: Any) -> None:
+    with pytest.raises(LaunchError, match="`ranks` needs a count"):
+        launch(os.getcwd, ranks)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, pathlib, time
+            from purlin_diffusion import launch
+
+            def sleep():
+                pathlib.Path({str(tmp_path)!r}, f"pid{{os.environ['RANK']}}").write_text(str(os.getpid()))
+                time.sleep(600)
+
+            if __name__ == "__main__":
+                launch(sleep, 2)
+            """
+        )
+    )
+    paths = os.pathsep.join(path for path in sys.path if path)
+    process = subprocess.Popen(
+        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.PIPE
+    )
+    files = [tmp_path / f"pid{rank}" for rank in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    pids = [int(file.read_text()) for file in files]
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    _, stderr = process.communicate(timeout=30)
+    assert time.monotonic() - began < 15 and b"KeyboardInterrupt" in stderr
+    assert not any(alive(pid) for pid in pids)

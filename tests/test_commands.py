@@ -1,0 +1,205 @@
+"""generate and latency: what they write is what ran, bad input ends before any rank starts, and one rank is the reference."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from purlin_core.errors import StallError
+from purlin_diffusion.__main__ import main
+from purlin_diffusion.commands import generate, latency, options, ranks
+from purlin_diffusion.commands.exits import FAILED, WRONG_INPUT, InputError
+from purlin_diffusion.commands.latency import Visit
+from purlin_diffusion.commands.picture import Seconds
+
+TINY = ("--model", "tiny:flux", "--steps", "2", "--seed", "3", "--height", "48", "--width", "64")
+
+
+def pixels(path: Path) -> np.ndarray[Any, Any]:
+    with Image.open(path) as image:
+        return np.asarray(image).astype(int)
+
+
+def read_options(*arguments: str, environment: dict[str, str] | None = None) -> options.Options:
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    return options.read_options(parser.parse_args(list(arguments)), environment or {})
+
+
+# ---- generate --------------------------------------------------------------------------------------------------------
+def test_threads_draw_what_one_rank_draws_and_the_record_says_so(tmp_path: Path) -> None:
+    for count in (1, 3):
+        out = tmp_path / f"{count}.png"
+        assert main(["generate", *TINY, "--ranks", str(count), "--threads", "--scale", "2", "--out", str(out)]) == 0
+    one, three = pixels(tmp_path / "1.png"), pixels(tmp_path / "3.png")
+    assert one.shape == three.shape == (96, 128, 3)
+    assert np.ptp(one) > 10
+    assert abs(one - three).max() <= 1
+    written = json.loads((tmp_path / "3.json").read_text())
+    assert (written["ranks"], written["mode"], written["pixels"]) == (3, "threads", [64, 48])
+    assert written["route"].startswith("purlin")
+    assert len(written["seconds"]["steps"]) == 1
+    assert written["seconds"]["whole"] > written["seconds"]["step"] > 0
+    image_tokens = 2 * (48 // 16) * (64 // 16)  # two steps
+    assert sum(tokens["image"] for tokens in written["tokens"]) == image_tokens
+    assert len(written["sent_bytes"]) == 3
+    assert min(written["sent_bytes"]) > 0
+
+
+@pytest.mark.timeout(300)
+def test_processes_draw_what_one_rank_draws(tmp_path: Path) -> None:
+    assert main(["generate", *TINY, "--out", str(tmp_path / "one.png")]) == 0
+    call = [
+        sys.executable,
+        "-m",
+        "purlin_diffusion",
+        "generate",
+        *TINY,
+        "--ranks",
+        "2",
+        "--out",
+        str(tmp_path / "two.png"),
+    ]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert abs(pixels(tmp_path / "one.png") - pixels(tmp_path / "two.png")).max() <= 1
+    assert done.stdout.startswith(str(tmp_path / "two.png"))
+    assert "bytes exchanged" in done.stdout
+    assert done.stderr.count("2/2") <= 2  # the root's bar, drawn and drawn again when it closes
+
+
+def test_every_image_has_a_file_and_small_ones_are_enlarged(tmp_path: Path) -> None:
+    image = Image.new("RGB", (28, 14), "red")
+    names = generate.save([image, image], tmp_path / "a.png", None)
+    assert names == (str(tmp_path / "a.png"), str(tmp_path / "a-2.png"))
+    assert pixels(tmp_path / "a-2.png").shape == (14 * 20, 28 * 20, 3)
+    generate.save([Image.new("RGB", (512, 256))], tmp_path / "b.png", None)
+    assert pixels(tmp_path / "b.png").shape == (256, 512, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ranks", "0"], "--ranks needs 1 or more; got 0"),
+        (["--ranks", "17"], "1 to 16; got 17"),
+        (["--model", "no-such-model"], "no-such-model"),
+        (["--steps", "0"], "--steps"),
+        (["--height", "-8"], "--height"),
+        (["--images", "0"], "--images"),
+        (["--scale", "0"], "--scale"),
+        (["--attention", "sideways"], "attention"),
+        (["--attention", "ring"], "not built"),
+        (["--backend", "smoke"], "backend"),
+        (["--out", "picture.txt"], "ends in one of"),
+        (["--out", "/proc/nowhere/picture.png"], "cannot be written"),
+        (["--device", "cuda", "--ranks", "16"], "a GPU a rank"),
+    ],
+)
+def test_bad_input_ends_before_any_rank_starts(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(generate, "on_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "--model", "tiny:flux", *arguments]) == WRONG_INPUT
+    told = capsys.readouterr()
+    assert says in told.err
+    assert len(told.err.strip().splitlines()) == 1
+    assert not told.out
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_an_error_of_ours_is_one_line_and_any_other_is_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fails(error: Exception) -> None:
+        def on_ranks(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(generate, "on_ranks", on_ranks)
+
+    call = ["generate", "--model", "tiny:flux", "--out", str(tmp_path / "x.png")]
+    fails(StallError("rank 1 waited"))
+    assert main(call) == FAILED
+    assert capsys.readouterr().err == "generate: StallError: rank 1 waited\n"
+    fails(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(call)
+
+
+def test_a_launcher_says_how_many_ranks_there_are() -> None:
+    launched = {"RANK": "1", "WORLD_SIZE": "4"}
+    assert read_options("--model", "tiny:flux", environment=launched).ranks == 4
+    assert read_options("--model", "tiny:flux", environment=launched).mode == "launched"
+    assert ranks.on_ranks(lambda o: o.ranks, read_options("--model", "tiny:flux")) == [1]
+    for wrong in (["--ranks", "2"], ["--threads"]):
+        with pytest.raises(InputError, match="4 ranks"):
+            read_options("--model", "tiny:flux", *wrong, environment=launched)
+
+
+# ---- latency ---------------------------------------------------------------------------------------------------------
+def test_every_mode_has_a_row_and_draws_the_one_rank_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "deep" / "latency.json"
+    call = ["latency", *TINY, "--ranks", "2", "--threads", "--repeats", "2", "--json", str(written)]
+    assert main(call) == 0
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    rows = json.loads(written.read_text())["rows"]
+    assert len(table) == len(rows) + 2
+    together = {row["mode"]: row for row in rows if row["ranks"] == 2}
+    assert set(together) == {"purlin", "torch"}
+    for row in rows:
+        assert 0 < row["whole_s"]["least"] <= row["whole_s"]["median"] <= row["whole_s"]["most"]
+    for row in together.values():
+        assert row["difference"] <= 1e-5
+
+
+def test_another_image_is_seen_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the column of differences."""
+    draw = latency.draw
+    seeds = iter(range(100))
+
+    def other_seed(pipe: Any, chosen: options.Options, **how: Any) -> Any:
+        return draw(pipe, latency.replace(chosen, seed=next(seeds)), **how)
+
+    monkeypatch.setattr(latency, "draw", other_seed)
+    visits = latency.measure(read_options(*TINY, "--ranks", "2", "--threads"), 1, 0)
+    differences = [visit.difference for visit in visits if visit.difference is not None]
+    assert len(differences) == 2
+    assert min(differences) > 1e-2
+
+
+def test_a_mode_that_cannot_run_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = latency.parallel
+
+    def no_torch(pipe: Any, chosen: options.Options, **changes: Any) -> Any:
+        if changes["backend"] == "torch":
+            raise StallError("no gloo here")
+        return parallel(pipe, chosen, **changes)
+
+    monkeypatch.setattr(latency, "parallel", no_torch)
+    chosen = read_options(*TINY, "--ranks", "2", "--threads")
+    rows = latency.summarize(chosen, [latency.measure(chosen, 1, 0)])
+    assert [row.cannot for row in rows if row.mode in latency.BACKENDS] == ["", "no gloo here"]
+    assert "cannot run: no gloo here" in latency.table(rows)
+
+
+def test_a_time_is_that_of_the_slowest_rank_and_the_rival_is_the_best_of_one_rank() -> None:
+    def visits(whole: float, *, alone: bool) -> list[Visit]:
+        first = [Visit("1 rank, 1 thread", Seconds(4.0, (2.0,))), Visit("1 rank, 2 threads", Seconds(3.0, (1.0,)))]
+        idle = [Visit("1 rank, 1 thread"), Visit("1 rank, 2 threads")]
+        return [*(first if alone else idle), Visit("purlin", Seconds(whole, (whole / 2,)), 0.0 if alone else None)]
+
+    rows = latency.summarize(
+        read_options("--model", "tiny:flux", "--ranks", "2"), [visits(1.0, alone=True), visits(1.5, alone=False)]
+    )
+    assert [row.whole_s.median for row in rows if row.whole_s] == [4.0, 3.0, 1.5]
+    assert [row.step_s.median for row in rows if row.step_s] == [2.0, 1.0, 0.75]
+    assert [row.speedup for row in rows] == [0.75, 1.0, 2.0]
+    assert rows[-1].difference == 0.0
