@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
 from itertools import accumulate, pairwise, permutations, product
 from math import prod
 from operator import mul
@@ -20,7 +19,7 @@ from purlin_core.moves import MAX_DIMS, WIRE_ALIGN, Box, Item, Kind, Moves, Rout
 from purlin_core.spec import Dim, Layout, Lengths, Sizes, Spec, check_sizes
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 FrozenSizes: TypeAlias = tuple[tuple[str, int | tuple[int, ...]], ...]
 
@@ -66,7 +65,7 @@ def output_shape(
 ) -> tuple[int, ...]:
     """Shape of the output on `rank` for an input of local `shape`. Raises ShapeError."""
     lengths = spec.lengths(shape, rank=rank, ranks=ranks, sizes=sizes, call=call, argument=argument)
-    return _local_shape(spec.right, _holdings(spec.right, lengths, rank))
+    return local_shape(spec.right, holdings_of(spec.right, lengths, rank))
 
 
 def plan_moves(
@@ -152,7 +151,7 @@ def seen_by(operand: Operand, rank: int, ranks: int, peer: int) -> Operand:
     """The operand that `peer` brings to the call when `rank` brings this one; its tensors contiguous."""
     lengths = operand.lengths(rank=rank, ranks=ranks)
     shape, out_shape = (
-        _local_shape(side, _holdings(side, lengths, peer)) for side in (operand.spec.left, operand.spec.right)
+        local_shape(side, holdings_of(side, lengths, peer)) for side in (operand.spec.left, operand.spec.right)
     )
     return replace(operand, shape=shape, strides=contiguous(shape), out_strides=contiguous(out_shape))
 
@@ -195,7 +194,7 @@ class _Holding(NamedTuple):
 _Holdings: TypeAlias = Mapping[str, _Holding]
 
 
-def _holdings(layout: Layout, lengths: Lengths, rank: int) -> _Holdings:
+def holdings_of(layout: Layout, lengths: Lengths, rank: int) -> _Holdings:
     """What `rank` holds of every name on the side `layout`, halos included."""
     holdings = {}
     for dim in layout.dims:
@@ -213,7 +212,7 @@ def _holdings(layout: Layout, lengths: Lengths, rank: int) -> _Holdings:
     return holdings
 
 
-def _local_shape(layout: Layout, holdings: _Holdings) -> tuple[int, ...]:
+def local_shape(layout: Layout, holdings: _Holdings) -> tuple[int, ...]:
     return tuple(sum(holdings[name].hi - holdings[name].lo for name in dim.names) for dim in layout.dims)
 
 
@@ -268,9 +267,9 @@ class _Geometry:
         spec = operand.spec
         arguments = (f"tensors[{number}]", f"out[{number}]") if count > 1 else ("x", "out")
         lengths = operand.lengths(rank=rank, ranks=ranks, call=call, argument=arguments[0])
-        passed = tuple(_holdings(spec.left, lengths, peer) for peer in range(ranks))
-        wanted = tuple(_holdings(spec.right, lengths, peer) for peer in range(ranks))
-        _check_distinct(_local_shape(spec.right, wanted[rank]), operand.out_strides, f'{call} "{spec}"', arguments[1])
+        passed = tuple(holdings_of(spec.left, lengths, peer) for peer in range(ranks))
+        wanted = tuple(holdings_of(spec.right, lengths, peer) for peer in range(ranks))
+        _check_distinct(local_shape(spec.right, wanted[rank]), operand.out_strides, f'{call} "{spec}"', arguments[1])
         by_left_dim = dict(zip(spec.order, operand.out_strides, strict=True))
         out_strides = tuple(by_left_dim[i] for i in range(len(spec.order)))
         return _Geometry(number, operand, passed, wanted, out_strides, call, arguments)
@@ -419,185 +418,3 @@ def _shares(rows: int, given: Sequence[int] | None, ranks: int, subject: str, ar
         needed = f"needs {ranks} row counts that add up to {rows}, dim 0 of `{argument}`; got {list(given)}"
         raise ShapeError(f"{subject} {needed}. A rank without rows has 0.")
     return tuple(given)
-
-
-# Aliasing
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Where a tensor lies: `address` of its first element (bytes), strides in elements, `itemsize` in bytes."""
-
-    name: str  # for texts
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    itemsize: int
-
-    @staticmethod
-    def of(name: str, x: Tensor) -> Memory:
-        return Memory(name, x.data_ptr(), tuple(x.shape), x.stride(), x.element_size())
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.itemsize
-
-    @cached_property
-    def end(self) -> int:
-        """Address after the last byte; `address` for a tensor without elements."""
-        if not self.nbytes:
-            return self.address
-        steps = zip(self.shape, self.strides, strict=True)
-        return self.address + (1 + sum((extent - 1) * stride for extent, stride in steps)) * self.itemsize
-
-
-def check_alias(
-    moves: Moves,
-    inputs: Sequence[Memory],
-    outputs: Sequence[Memory],
-    *,
-    specs: Sequence[Spec] = (),
-    call: str = "redistribute",
-) -> None:
-    """Raise AliasError, naming both tensors, when an output shares bytes with an input or with another output.
-
-    Three forms are allowed, tensor by tensor: an all-gather whose input is its own shard of the output, a
-    reduce-scatter whose output is its own shard of the input, an all-reduce onto itself. There own_from and own_to name
-    the same bytes, and the side that runs the moves (csrc) leaves the own copy out because the addresses are equal.
-    In an all-reduce the peers still read what own_to overwrites: that side also writes a chunk of the output only after
-    it has staged that chunk for every peer.
-    `specs`: one a tensor; none where no form is allowed. Interleaved views are told apart byte by byte; two tensors
-    whose strides do not nest in each other count as sharing.
-    """
-    for i, output in enumerate(outputs):
-        for j, other in enumerate([*inputs, *outputs[:i]]):
-            if not _share(output, other):
-                continue
-            if i == j and specs and _in_place(moves, i, specs[i], inputs[i], output):
-                continue
-            lo, hi = max(output.address, other.address), min(output.end, other.end)
-            subject = f'{call} "{specs[i]}"' if specs else call
-            came = f"bytes in [{lo:#x}, {hi:#x}) that it shares with `{other.name}`"
-            cure = (
-                "Pass another tensor or none; in place are an all-gather from its own shard of the output, "
-                "a reduce-scatter into its own shard of the input, and an all-reduce onto itself."
-            )
-            raise AliasError(f"{subject}: `{output.name}` needs memory of its own; got {came}. {cure}")
-
-
-def _in_place(moves: Moves, number: int, spec: Spec, x: Memory, out: Memory) -> bool:
-    own_from = [item for item in moves.own_from.items if item.tensor == number]
-    own_to = [item for item in moves.own_to.items if item.tensor == number]
-    if [_place(item, x) for item in own_from] != [_place(item, out) for item in own_to]:
-        return False
-    if spec.kind_name == "all_gather":
-        return sum(item.box.bytes for item in own_from) == x.nbytes  # no other part of x lies under what peers write
-    if spec.kind_name == "reduce_scatter":
-        scattered = next(dim for dim in spec.right.dims if dim.sharded)
-        return all(segment.sharded for segment in scattered.segments)  # what all ranks get, they still read from x
-    return spec.kind_name == "all_reduce"
-
-
-def _place(item: Item, memory: Memory) -> tuple[object, ...]:
-    return memory.address + item.box.offset, item.box.run, item.box.extents, item.box.strides
-
-
-def _share(a: Memory, b: Memory) -> bool:
-    """Is there a byte that both hold?"""
-    if not a.nbytes or not b.nbytes or a.end <= b.address or b.end <= a.address:
-        return False
-    # A byte of `a` is one of `b` where the strides, each taken up in `a` and down in `b`, lead from a to b.
-    steps: dict[int, tuple[int, int]] = {1: (1 - b.itemsize, a.itemsize - 1)}
-    for memory, up, down in ((a, 1, 0), (b, 0, 1)):
-        for extent, stride in zip(memory.shape, memory.strides, strict=True):
-            low, high = steps.get(stride * memory.itemsize, (0, 0))
-            steps[stride * memory.itemsize] = (low - down * (extent - 1), high + up * (extent - 1))
-    steps.pop(0, None)
-    return _leads(b.address - a.address, [(stride, *steps[stride]) for stride in sorted(steps, reverse=True)])
-
-
-def _leads(distance: int, steps: Sequence[tuple[int, int, int]]) -> bool:
-    """Can `distance` be made of steps (stride, fewest, most), longest first? Says yes where strides do not nest."""
-    if not steps:
-        return distance == 0
-    (stride, fewest, most), rest = steps[0], steps[1:]
-    down, up = sum(step * low for step, low, _ in rest), sum(step * high for step, _, high in rest)
-    first, last = max(fewest, -((up - distance) // stride)), min(most, (distance - down) // stride)
-    return last - first > 3 or any(_leads(distance - n * stride, rest) for n in range(first, last + 1))
-
-
-# Explaining
-
-
-@dataclass(frozen=True)
-class Formula:
-    """Bytes that reach a rank over the wire, from shapes alone: in words and numbers, and as a number."""
-
-    text: str
-    received_bytes: int
-
-
-def formulas(tensors: Sequence[Operand], moves: Moves) -> tuple[Formula, ...]:
-    """A formula for each tensor of the call (one for all in a joined all-reduce). It looks at no box of `moves`."""
-    if moves.kind is Kind.ALL_REDUCE:
-        total = sum(prod(tensor.shape) * tensor.itemsize for tensor in tensors)
-        mine, peers = moves.own_from.payload, moves.ranks - 1
-        value = peers * mine + total - mine
-        text = (
-            f"all_reduce, joined: (ranks - 1) x my slice + other slices = {peers} x {mine} + {total - mine} = {value} B"
-        )
-        return (Formula(text, value),)
-    return tuple(_formula(tensor, moves.rank, moves.ranks) for tensor in tensors)
-
-
-def _formula(tensor: Operand, rank: int, ranks: int) -> Formula:
-    spec, kind = tensor.spec, tensor.spec.kind_name
-    lengths = tensor.lengths(rank=rank, ranks=ranks)
-    after = _holdings(spec.right, lengths, rank)
-    if spec.partial:
-        part = prod(_local_shape(spec.right, after)) * tensor.itemsize
-        value = (ranks - 1) * part
-        return Formula(f"{kind}: (ranks - 1) x my part = {ranks - 1} x {part} = {value} B", value)
-    if kind == "local":
-        return Formula("local: 0 B", 0)
-    before = _holdings(spec.left, lengths, rank)
-    rows = {dim.names: sum(after[name].hi - after[name].lo for name in dim.names) for dim in spec.left.dims}
-    sharded = next(dim for dim in spec.left.dims if dim.sharded)
-    row_bytes = tensor.itemsize * prod(count for names, count in rows.items() if names != sharded.names)
-    moved = [segment.name for segment in sharded.segments if segment.sharded]
-    have, had = (sum(side[name].hi - side[name].lo for name in moved) * row_bytes for side in (after, before))
-    words = {"all_gather": "output - own shard", "all_to_all": "output - own block"}.get(kind, "output - own rows")
-    return Formula(f"{kind} of {' '.join(moved)}: {words} = {have} - {had} = {have - had} B", have - had)
-
-
-def explain(tensors: Sequence[Operand], moves: Moves) -> str:
-    """The moves as a table, and the bytes they should take."""
-    texts = [formula.text for formula in formulas(tensors, moves)]
-    numbered = [f"{i}: {text}" for i, text in enumerate(texts)] if len(texts) > 1 else texts
-    return "\n".join([*numbered, explain_moves(moves)])
-
-
-def explain_moves(moves: Moves) -> str:
-    """A line for each route: peer, bytes, boxes. A box is tensor+offset[extent/stride ...]:run, all in bytes."""
-    lines = [
-        f"rank {moves.rank} of {moves.ranks}: sends {sent_bytes(moves)} B, receives {received_bytes(moves)} B",
-        f"{'peer':>6} {'bytes':>12}  boxes: tensor+offset[extent/stride ...]:run",
-    ]
-    for peer, (send, receive) in enumerate(zip(moves.send, moves.receive, strict=True)):
-        if peer != moves.rank:
-            lines += [_line(f"to {peer}", send), _line(f"from {peer}", receive)]
-    return "\n".join([*lines, _line("own", moves.own_from), _line("into", moves.own_to)])
-
-
-def _line(peer: str, route: Route, most: int = 4) -> str:
-    boxes = "  ".join(_box_text(item) for item in route.items[:most])
-    more = f"  and {len(route.items) - most} more" * (len(route.items) > most)
-    whole = not route.items or route.bytes == route.items[-1].at + route.items[-1].box.bytes
-    part = f"[{route.lo}, {route.lo + route.bytes}) of " * (not whole)
-    return f"{peer:>6} {route.payload:>12}  {part}{boxes}{more}".rstrip()
-
-
-def _box_text(item: Item) -> str:
-    box = item.box
-    steps = " ".join(f"{extent}/{stride}" for extent, stride in zip(box.extents, box.strides, strict=True))
-    return f"{item.tensor}+{box.offset}{f'[{steps}]' * bool(steps)}:{box.run}"

@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 
 from purlin_core import _cpu
+from purlin_core.alias import Memory, check_alias
 from purlin_core.errors import DeviceError, DtypeError, ShapeError
+from purlin_core.explain import explain, explain_moves
 from purlin_core.moves import Kind, Moves, Route
 from purlin_core.plan import (
     AllReduce,
     FrozenSizes,
-    Memory,
     Operand,
     all_to_all_moves,
-    check_alias,
     contiguous,
-    explain,
-    explain_moves,
     largest_message,
     output_shape,
     plan_moves,

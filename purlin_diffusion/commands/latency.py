@@ -199,7 +199,7 @@ def row(options: Options, mode: str, visits: Sequence[Sequence[Visit]]) -> Row:
 
 def headline(options: Options, repeats: int, warmup: int) -> str:
     arguments = {name: value for name, value in call_arguments(options).items() if name != "prompt"}
-    said = ", ".join(f"{name} {value}" for name, value in arguments.items())
+    said = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     how = "threads of one process" if options.mode == "threads" else "processes"
     return (
         f"{options.model} ({said or 'defaults of the pipeline'}), {options.ranks} {how}, attention {options.attention}\n"

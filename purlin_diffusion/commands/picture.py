@@ -28,13 +28,15 @@ class Seconds:
 
 
 def load(options: Options, device: str) -> Any:
-    """The pipeline on its device, with diffusers' bars for loading left out."""
+    """The pipeline on its device, without the libraries' bars for loading: each rank would draw its own."""
+    import diffusers
     import torch
-    from diffusers.utils import logging
+    import transformers
 
     from purlin_diffusion.pipelines import load as load_pipeline
 
-    logging.disable_progress_bar()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
     dtype = getattr(torch, options.dtype) if options.dtype else None
     return load_pipeline(options.model, dtype=dtype, device=device)
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from purlin_core import Communicator, MismatchError, PurlinError
+from purlin_core.board import BOARD_BYTES, Board
+from purlin_core.memory import Segment
 from tests.core.worlds import REGIMES, TIMEOUT, errors_of, on_threads, world_of
 
 RANKS = 3
@@ -158,3 +160,16 @@ def test_a_new_communicator_on_the_same_store_works_after_a_disagreement() -> No
 
     for out in on_threads(RANKS, work):
         assert out.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_a_text_is_never_shown_for_another_call() -> None:
+    """Signatures that share a place on the board replace each other; then there is no text rather than a wrong one."""
+    board = Board(Segment.private(BOARD_BYTES))
+    board.note(0x000123, "the first")
+    board.note(0xFFF123, "the second")
+    board.note(0x000124, "x" * 5000)
+    assert board.text(0x000123) is None and board.text(0xFFF123) == "the second"
+    assert board.text(0x000124) == "x" * len(board.text(0x000124) or "") != ""
+    assert board.text(0x000125) is None and board.reason == ""
+    board.reason = "out of memory: \u00fc" * 1000
+    assert board.reason.startswith("out of memory: \u00fcout") and board.text(0xFFF123) == "the second"

@@ -19,19 +19,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from purlin_core.alias import Memory, check_alias
 from purlin_core.errors import AliasError, DtypeError, ShapeError, SpecError
+from purlin_core.explain import explain, explain_moves, formulas
 from purlin_core.moves import MAX_DIMS, WIRE_ALIGN, Box, Kind, Moves, Route
 from purlin_core.plan import (
     AllReduce,
-    Memory,
     Operand,
     all_to_all_moves,
-    check_alias,
     contiguous,
     cut_wire,
-    explain,
-    explain_moves,
-    formulas,
     freeze_sizes,
     largest_message,
     output_shape,

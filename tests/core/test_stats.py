@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from purlin_core import Communicator
-from purlin_core.plan import formulas
+from purlin_core.explain import formulas
 from purlin_core.prepare import Prepared
 from purlin_core.spec import Sizes, Spec
 from tests.core.worlds import REGIMES, world_of
