@@ -24,8 +24,8 @@ std::vector<RouteText> routes(const std::vector<Numbers>& all) {
   return out;
 }
 
-int run(Endpoint& end, const Plan& plan, const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs,
-        std::uintptr_t stream) {
+int run(Endpoint& end, const Plan& plan, const std::vector<std::uintptr_t>& inputs,
+        const std::vector<std::uintptr_t>& outputs, std::uintptr_t stream) {
   Outcome how;
   {
     nb::gil_scoped_release free;
@@ -41,11 +41,13 @@ NB_MODULE(PURLIN_MODULE, m) {
   m.doc() = "An Atom under purlin_core: protocol calls over memory that peers can write, tensors as addresses.";
 
   nb::class_<Geometry>(m, "Geometry")
-      .def("__init__",
-           [](Geometry* g, int ranks, int teams, int slots, i64 slot_bytes, i64 window_bytes, i64 heap_bytes) {
-             new (g) Geometry(geometry_of(ranks, teams, slots, slot_bytes, window_bytes, heap_bytes));
-           },
-           nb::kw_only(), nb::arg("ranks"), nb::arg("teams"), nb::arg("slots"), nb::arg("slot_bytes"), nb::arg("window_bytes"), nb::arg("heap_bytes"))
+      .def(
+          "__init__",
+          [](Geometry* g, int ranks, int teams, int slots, i64 slot_bytes, i64 window_bytes, i64 heap_bytes) {
+            new (g) Geometry(geometry_of(ranks, teams, slots, slot_bytes, window_bytes, heap_bytes));
+          },
+          nb::kw_only(), nb::arg("ranks"), nb::arg("teams"), nb::arg("slots"), nb::arg("slot_bytes"),
+          nb::arg("window_bytes"), nb::arg("heap_bytes"))
       .def_ro("ranks", &Geometry::ranks)
       .def_ro("teams", &Geometry::teams)
       .def_ro("slots", &Geometry::slots)
@@ -58,36 +60,74 @@ NB_MODULE(PURLIN_MODULE, m) {
       .def_ro("arena_bytes", &Geometry::arena_bytes);
 
   nb::class_<Plan>(m, "Plan")
-      .def("__init__",
-           [](Plan* plan, const Geometry& geometry, int kind, int regime, int op, int dtype, int rank, int teams, int lag, int grants, unsigned signature,
-              const Numbers& own_from, const Numbers& own_to, const std::vector<Numbers>& send, const std::vector<Numbers>& remote,
-              const std::vector<Numbers>& receive, const Numbers& reach, const std::vector<unsigned>& send_signatures,
-              const std::vector<unsigned>& receive_signatures, const Numbers& input_spans, const Numbers& output_spans, bool overlap_allowed) {
-             PlanText text{kind,  regime,        op,           dtype,           rank,  geometry.ranks,  teams,
-                           lag,   grants,        signature,    {own_from},      {own_to}, routes(send), routes(remote),
-                           routes(receive), reach, send_signatures, receive_signatures, input_spans, output_spans, overlap_allowed};
-             new (plan) Plan(text, geometry);
-           },
-           nb::arg("geometry"), nb::kw_only(), nb::arg("kind"), nb::arg("regime"), nb::arg("op"), nb::arg("dtype"), nb::arg("rank"), nb::arg("teams"),
-           nb::arg("lag"), nb::arg("grants"), nb::arg("signature"), nb::arg("own_from"), nb::arg("own_to"), nb::arg("send"), nb::arg("remote"),
-           nb::arg("receive"), nb::arg("reach"), nb::arg("send_signatures"), nb::arg("receive_signatures"), nb::arg("input_spans"),
-           nb::arg("output_spans"), nb::arg("overlap_allowed"))
+      .def(
+          "__init__",
+          [](Plan* plan, const Geometry& geometry, int kind, int regime, int op, int dtype, int rank, int teams,
+             int lag, int grants, unsigned signature, const Numbers& own_from, const Numbers& own_to,
+             const std::vector<Numbers>& send, const std::vector<Numbers>& remote, const std::vector<Numbers>& receive,
+             const Numbers& reach, const std::vector<unsigned>& send_signatures,
+             const std::vector<unsigned>& receive_signatures, const Numbers& input_spans, const Numbers& output_spans,
+             bool overlap_allowed) {
+            PlanText text{kind,
+                          regime,
+                          op,
+                          dtype,
+                          rank,
+                          geometry.ranks,
+                          teams,
+                          lag,
+                          grants,
+                          signature,
+                          {own_from},
+                          {own_to},
+                          routes(send),
+                          routes(remote),
+                          routes(receive),
+                          reach,
+                          send_signatures,
+                          receive_signatures,
+                          input_spans,
+                          output_spans,
+                          overlap_allowed};
+            new (plan) Plan(text, geometry);
+          },
+          nb::arg("geometry"), nb::kw_only(), nb::arg("kind"), nb::arg("regime"), nb::arg("op"), nb::arg("dtype"),
+          nb::arg("rank"), nb::arg("teams"), nb::arg("lag"), nb::arg("grants"), nb::arg("signature"),
+          nb::arg("own_from"), nb::arg("own_to"), nb::arg("send"), nb::arg("remote"), nb::arg("receive"),
+          nb::arg("reach"), nb::arg("send_signatures"), nb::arg("receive_signatures"), nb::arg("input_spans"),
+          nb::arg("output_spans"), nb::arg("overlap_allowed"))
       .def_prop_ro("steps", [](const Plan& plan) { return plan.call().steps; });
 
   nb::class_<Endpoint>(m, "Endpoint")
-      .def("__init__",
-           [](Endpoint* end, int rank, const Geometry& geometry, const std::vector<std::uintptr_t>& arenas, double timeout_s) {
-             new (end) Endpoint(rank, geometry, arenas, timeout_s, interrupted);
-           },
-           nb::arg("rank"), nb::arg("geometry"), nb::kw_only(), nb::arg("arenas"), nb::arg("timeout_s"))
-      .def("run", &run, nb::arg("plan"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("stream"), "0: done; else the number of an Outcome.")
+      .def(
+          "__init__",
+          [](Endpoint* end, int rank, const Geometry& geometry, const std::vector<std::uintptr_t>& arenas,
+             double timeout_s) { new (end) Endpoint(rank, geometry, arenas, timeout_s, interrupted); },
+          nb::arg("rank"), nb::arg("geometry"), nb::kw_only(), nb::arg("arenas"), nb::arg("timeout_s"))
+      .def("run", &run, nb::arg("plan"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("stream"),
+           "0: done; else the number of an Outcome.")
       .def("abort", &Endpoint::abort, nb::arg("fault"), nb::arg("about"))
       .def("leave", &Endpoint::leave, "No further call of this rank will come.")
-      .def("begin_at", &Endpoint::begin_at, nb::arg("message"), "Count messages and calls from here; before first use, on every rank alike.")
-      .def_prop_ro("fault", [](const Endpoint& end) { Death f = end.death(); return std::make_tuple(f.what, f.by, f.about); })
-      .def_prop_ro("stalled", [](const Endpoint& end) { Stalled s = end.stalled(); return std::make_tuple(s.what, s.use, s.step, s.team, s.peer); })
+      .def("begin_at", &Endpoint::begin_at, nb::arg("message"),
+           "Count messages and calls from here; before first use, on every rank alike.")
+      .def_prop_ro("fault",
+                   [](const Endpoint& end) {
+                     Death f = end.death();
+                     return std::make_tuple(f.what, f.by, f.about);
+                   })
+      .def_prop_ro("stalled",
+                   [](const Endpoint& end) {
+                     Stalled s = end.stalled();
+                     return std::make_tuple(s.what, s.use, s.step, s.team, s.peer);
+                   })
       .def_prop_ro("calls", &Endpoint::calls)
-      .def("post", [](const Endpoint& end, int rank) { Word w = end.post(rank); return std::make_tuple(number_of(w), signature_of(w)); }, nb::arg("rank"));
+      .def(
+          "post",
+          [](const Endpoint& end, int rank) {
+            Word w = end.post(rank);
+            return std::make_tuple(number_of(w), signature_of(w));
+          },
+          nb::arg("rank"));
 
   m.def("fuse", &fuse, nb::arg("ranks"), "Ranks of this process on one device: let their calls run as one.");
 }

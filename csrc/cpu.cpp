@@ -19,7 +19,9 @@ Geometry geometry_of(int ranks, int teams, int slots, i64 slot_bytes, i64 window
   return lay_out(g);
 }
 
-std::shared_ptr<const Item> keep_items(const std::vector<Item>& items) { return {std::shared_ptr<const Item>(), items.data()}; }
+std::shared_ptr<const Item> keep_items(const std::vector<Item>& items) {
+  return {std::shared_ptr<const Item>(), items.data()};
+}
 
 void fuse(const std::vector<Endpoint*>&) {}
 
@@ -35,7 +37,8 @@ struct Endpoint::State {
   Inbox inbox() const { return {geometry, arenas[static_cast<std::size_t>(rank)]}; }
 };
 
-Endpoint::Endpoint(int rank, const Geometry& geometry, std::vector<std::uintptr_t> arenas, double timeout_s, bool (*interrupted)())
+Endpoint::Endpoint(int rank, const Geometry& geometry, std::vector<std::uintptr_t> arenas, double timeout_s,
+                   bool (*interrupted)())
     : state_(std::make_unique<State>()) {
   state_->rank = rank;
   state_->geometry = geometry;
@@ -70,7 +73,8 @@ void Endpoint::begin_at(Word message) {
   }
 }
 
-Outcome Endpoint::run(const Plan& plan, std::span<const std::uintptr_t> inputs, std::span<const std::uintptr_t> outputs, std::uintptr_t) {
+Outcome Endpoint::run(const Plan& plan, std::span<const std::uintptr_t> inputs, std::span<const std::uintptr_t> outputs,
+                      std::uintptr_t) {
   if (!plan.takes(inputs.size(), outputs.size())) return Outcome::bad_plan;
   if (plan.overlaps(inputs, outputs)) return Outcome::overlap;
   if (state_->busy.test_and_set(std::memory_order_acquire)) return Outcome::concurrent;
@@ -92,7 +96,8 @@ Outcome Endpoint::run(const Plan& plan, std::span<const std::uintptr_t> inputs, 
 }
 
 void Endpoint::abort(int fault, int about) {
-  for (char* arena : state_->arenas) cpu::poison(state_->geometry, arena, {static_cast<Fault>(fault), state_->rank, about});
+  for (char* arena : state_->arenas)
+    cpu::poison(state_->geometry, arena, {static_cast<Fault>(fault), state_->rank, about});
 }
 
 void Endpoint::leave() {

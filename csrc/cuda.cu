@@ -30,13 +30,31 @@ static_assert(sizeof(Launch) <= 4096, "a call's arguments stay within 4 KiB");
 struct Shared {  // what a block keeps of its rank's call
   Launch launch;
   Counts counts[max_ranks - 1];
+  Progress progress;
   Setting setting;
 };
+
+// A kernel's arguments lie in constant memory, which serves a warp one address at a time: all lanes read a word, and each keeps its own.
+__device__ __forceinline__ void fetch(Launch& to, const Launch& from) {
+  constexpr int words = sizeof(Launch) / sizeof(Word);
+  const Word* read = reinterpret_cast<const Word*>(&from);
+  int lane = static_cast<int>(threadIdx.x) % warp;
+  for (int base = static_cast<int>(threadIdx.x) / warp * warp; base < words; base += static_cast<int>(blockDim.x)) {
+    Word mine = 0;
+#pragma unroll
+    for (int k = 0; k < warp; ++k) {
+      Word word = base + k < words ? read[base + k] : 0;
+      if (k == lane) mine = word;
+    }
+    if (base + lane < words) reinterpret_cast<Word*>(&to)[base + lane] = mine;
+  }
+}
 
 // A near item's address is its offset in `near`: no device address is that small.
 __device__ __forceinline__ void settle(Route& route, const Item* near) {
   unsigned long long offset = reinterpret_cast<unsigned long long>(route.items);
-  if (offset <= sizeof(Item) * near_items) route.items = reinterpret_cast<const Item*>(reinterpret_cast<const char*>(near) + offset);
+  if (offset <= sizeof(Item) * near_items)
+    route.items = reinterpret_cast<const Item*>(reinterpret_cast<const char*>(near) + offset);
 }
 
 // Bring the call into shared memory; false when the communicator is dead.
@@ -44,12 +62,11 @@ __device__ __forceinline__ bool begin(Shared& shared, const Launch& launch, int 
   const Call& given = launch.call;
   int thread = static_cast<int>(threadIdx.x), peers = given.ranks - 1;
   Word poison = ptx::load_relaxed(poison_of(given, given.rank));
-  const Word* from = reinterpret_cast<const Word*>(&launch);
-  Word* to = reinterpret_cast<Word*>(&shared.launch);
-  for (int k = thread; k < static_cast<int>(sizeof(Launch) / sizeof(Word)); k += static_cast<int>(blockDim.x)) to[k] = from[k];
   constexpr int words = sizeof(Counts) / sizeof(Word);
   for (int k = thread; k < peers * words; k += static_cast<int>(blockDim.x))
     reinterpret_cast<Word*>(shared.counts)[k] = reinterpret_cast<const Word*>(&given.count(k / words, team))[k % words];
+  if (thread == static_cast<int>(blockDim.x) - 1) shared.progress = *given.progress;
+  fetch(shared.launch, launch);
   if (__syncthreads_or(poison != 0)) {
     if (thread == 0 && team == 0) {
       Setting setting{&shared.launch.call, shared.launch.page, shared.launch.timeout, team};
@@ -67,24 +84,21 @@ __device__ __forceinline__ bool begin(Shared& shared, const Launch& launch, int 
     settle(call.own_to, shared.launch.near);
     call.counts = shared.counts - team;
     call.counts_pitch = 1;
+    call.progress = &shared.progress;
     shared.setting = {&call, shared.launch.page, shared.launch.timeout, team};
   }
   __syncthreads();
   return true;
 }
 
-// Write the counts back; the last team to leave counts the call.
+// Write the counts back. Team 0 counts the call: it is in every call, and a team that reads one too many is only slower to notice a peer's absence.
 __device__ __forceinline__ void end(Shared& shared, const Launch& launch, int team) {
   __syncthreads();
   const Call& given = launch.call;
   constexpr int words = sizeof(Counts) / sizeof(Word);
   for (int k = static_cast<int>(threadIdx.x); k < (given.ranks - 1) * words; k += static_cast<int>(blockDim.x))
     reinterpret_cast<Word*>(&given.count(k / words, team))[k % words] = reinterpret_cast<const Word*>(shared.counts)[k];
-  if (threadIdx.x != 0) return;
-  if (atomicAdd(&given.progress->left, 1ull) + 1 == static_cast<Word>(given.teams)) {
-    given.progress->left = 0;
-    given.progress->calls += 1;
-  }
+  if (threadIdx.x == 0 && team == 0) given.progress->calls = shared.progress.calls + 1;
 }
 
 struct Seat {  // which call and team a block serves
@@ -99,7 +113,8 @@ __device__ __forceinline__ Seat seat(const Launch& near, const Launch* far, int 
 
 constexpr int together_threads = 512;
 
-__global__ void __launch_bounds__(together_threads, 1) together(const __grid_constant__ Launch near, const Launch* far, int ranks_here) {
+__global__ void __launch_bounds__(together_threads, 1)
+    together(const __grid_constant__ Launch near, const Launch* far, int ranks_here) {
   __shared__ Shared shared;
   __shared__ Incoming incoming;
   auto [launch, team] = seat(near, far, ranks_here);
@@ -114,7 +129,8 @@ __global__ void __launch_bounds__(together_threads, 1) together(const __grid_con
   end(shared, launch, team);
 }
 
-__global__ void __launch_bounds__(2 * role_threads, 1) apart(const __grid_constant__ Launch near, const Launch* far, int ranks_here) {
+__global__ void __launch_bounds__(2 * role_threads, 1)
+    apart(const __grid_constant__ Launch near, const Launch* far, int ranks_here) {
   __shared__ Shared shared;
   __shared__ Crossing crossings[2];
   auto [launch, team] = seat(near, far, ranks_here);
@@ -152,7 +168,9 @@ int resident_blocks(const Choice& choice) {
 // Ranks of one process on one GPU whose calls go into one launch: each brings its own, the last one to come launches.
 class Fusion {
  public:
-  explicit Fusion(int ranks) : launches_(static_cast<std::size_t>(ranks)) { check(cudaMalloc(&far_, sizeof(Launch) * launches_.size()), "cudaMalloc"); }
+  explicit Fusion(int ranks) : launches_(static_cast<std::size_t>(ranks)) {
+    check(cudaMalloc(&far_, sizeof(Launch) * launches_.size()), "cudaMalloc");
+  }
   ~Fusion() { cudaFree(far_); }
 
   enum class Turn { launched, alone, differ };
@@ -180,8 +198,10 @@ class Fusion {
     int ranks = static_cast<int>(launches_.size()), teams = launches_[0].call.teams;
     for (const Launch& other : launches_)
       if (other.call.regime != launches_[0].call.regime || other.call.teams != teams) return Turn::differ;
-    check(cudaMemcpyAsync(far_, launches_.data(), sizeof(Launch) * launches_.size(), cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
-    choice.kernel<<<static_cast<unsigned>(teams * ranks), static_cast<unsigned>(choice.threads), 0, stream>>>(launches_[0], far_, ranks);
+    check(cudaMemcpyAsync(far_, launches_.data(), sizeof(Launch) * launches_.size(), cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync");
+    choice.kernel<<<static_cast<unsigned>(teams * ranks), static_cast<unsigned>(choice.threads), 0, stream>>>(
+        launches_[0], far_, ranks);
     check(cudaGetLastError(), "launch");
     return Turn::launched;
   }
@@ -293,12 +313,15 @@ Endpoint::~Endpoint() {
 void Endpoint::begin_at(Word message) {
   State& s = *state_;
   s.calls = message;
-  if (s.geometry.ranks > 1) gpu::begin_words<<<static_cast<unsigned>(s.geometry.ranks - 1), 256, 0, s.side>>>(s.geometry, s.inbox().arena, message);
+  if (s.geometry.ranks > 1)
+    gpu::begin_words<<<static_cast<unsigned>(s.geometry.ranks - 1), 256, 0, s.side>>>(s.geometry, s.inbox().arena,
+                                                                                      message);
   gpu::begin_counts<<<1, 256, 0, s.side>>>(s.counts, s.channels(), s.progress, message);
   gpu::check(cudaStreamSynchronize(s.side), "begin_at");
 }
 
-Outcome Endpoint::run(const Plan& plan, std::span<const std::uintptr_t> inputs, std::span<const std::uintptr_t> outputs, std::uintptr_t stream) {
+Outcome Endpoint::run(const Plan& plan, std::span<const std::uintptr_t> inputs, std::span<const std::uintptr_t> outputs,
+                      std::uintptr_t stream) {
   State& s = *state_;
   if (!plan.takes(inputs.size(), outputs.size())) return Outcome::bad_plan;
   if (plan.overlaps(inputs, outputs)) return Outcome::overlap;
@@ -327,7 +350,8 @@ Outcome Endpoint::run(const Plan& plan, std::span<const std::uintptr_t> inputs, 
     return static_cast<Outcome>(death().what);
   }
   gpu::Choice choice = gpu::choose(call.regime);
-  choice.kernel<<<static_cast<unsigned>(call.teams), static_cast<unsigned>(choice.threads), 0, on>>>(launch, nullptr, 1);
+  choice.kernel<<<static_cast<unsigned>(call.teams), static_cast<unsigned>(choice.threads), 0, on>>>(launch, nullptr,
+                                                                                                     1);
   gpu::check(cudaGetLastError(), "launch");
   return Outcome::done;
 }
@@ -338,7 +362,8 @@ void Endpoint::abort(int fault, int about) {
   s.die(poison);
   *static_cast<volatile Word*>(&s.page->abort) = 1;
   Word word = encode(poison);
-  for (char* arena : s.arenas) cudaMemcpyAsync(Inbox{s.geometry, arena}.poison(), &word, sizeof word, cudaMemcpyHostToDevice, s.side);
+  for (char* arena : s.arenas)
+    cudaMemcpyAsync(Inbox{s.geometry, arena}.poison(), &word, sizeof word, cudaMemcpyHostToDevice, s.side);
   cudaStreamSynchronize(s.side);
 }
 
@@ -347,7 +372,8 @@ void Endpoint::leave() {
   State& s = *state_;
   for (int p = 0; p < s.geometry.ranks - 1; ++p) {
     char* theirs = s.arenas[static_cast<std::size_t>((s.rank + 1 + p) % s.geometry.ranks)];
-    cudaMemcpyAsync(Inbox{s.geometry, theirs}.post(s.geometry.ranks - 2 - p), &farewell, sizeof farewell, cudaMemcpyHostToDevice, s.side);
+    cudaMemcpyAsync(Inbox{s.geometry, theirs}.post(s.geometry.ranks - 2 - p), &farewell, sizeof farewell,
+                    cudaMemcpyHostToDevice, s.side);
   }
   cudaStreamSynchronize(s.side);
 }
@@ -379,7 +405,8 @@ void fuse(const std::vector<Endpoint*>& ranks) {
   int teams = 0;
   for (Endpoint* end : ranks) teams += end->state_->geometry.teams;
   for (Regime regime : {Regime::packet, Regime::staged})
-    if (gpu::resident_blocks(gpu::choose(regime)) < teams) throw std::invalid_argument("more teams than this GPU can hold at once; make the world with fewer");
+    if (gpu::resident_blocks(gpu::choose(regime)) < teams)
+      throw std::invalid_argument("more teams than this GPU can hold at once; make the world with fewer");
   auto fusion = std::make_shared<gpu::Fusion>(static_cast<int>(ranks.size()));
   for (Endpoint* end : ranks) end->state_->fusion = fusion;
 }

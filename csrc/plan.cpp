@@ -45,7 +45,8 @@ Plan::Plan(const PlanText& text, const Geometry& geometry)
   }
   for_each_route(call_, [&](Route& r) { cut(r, geometry); });
   for (int p = 0; p < call_.peers(); ++p)
-    if (call_.regime == Regime::packet && larger(call_.pair[p].send.bytes, call_.pair[p].receive.bytes) > geometry.window_bytes * call_.teams)
+    if (call_.regime == Regime::packet &&
+        larger(call_.pair[p].send.bytes, call_.pair[p].receive.bytes) > geometry.window_bytes * call_.teams)
       throw std::invalid_argument("a message of a packet call is larger than its window");
   call_.steps = steps();
   kept_ = keep_items(items_);
@@ -89,18 +90,21 @@ void Plan::cut(Route& route, const Geometry& geometry) const {
 int Plan::steps() const {
   int most = call_.own_from.messages(0, call_.teams);
   for (int p = 0; p < call_.peers(); ++p)
-    most = larger(most, larger(call_.pair[p].send.messages(0, call_.teams), call_.pair[p].receive.messages(0, call_.teams)));
+    most = larger(most,
+                  larger(call_.pair[p].send.messages(0, call_.teams), call_.pair[p].receive.messages(0, call_.teams)));
   return most;
 }
 
 bool Plan::takes(std::size_t inputs, std::size_t outputs) const {
-  return inputs == input_spans_.size() && outputs == output_spans_.size() && inputs <= max_tensors && outputs <= max_tensors;
+  return inputs == input_spans_.size() && outputs == output_spans_.size() && inputs <= max_tensors &&
+         outputs <= max_tensors;
 }
 
 bool Plan::overlaps(std::span<const std::uintptr_t> inputs, std::span<const std::uintptr_t> outputs) const {
   if (overlap_allowed_) return false;
   auto meet = [](std::uintptr_t a, i64 a_bytes, std::uintptr_t b, i64 b_bytes) {
-    return a_bytes > 0 && b_bytes > 0 && a < b + static_cast<std::uintptr_t>(b_bytes) && b < a + static_cast<std::uintptr_t>(a_bytes);
+    return a_bytes > 0 && b_bytes > 0 && a < b + static_cast<std::uintptr_t>(b_bytes) &&
+           b < a + static_cast<std::uintptr_t>(a_bytes);
   };
   for (std::size_t o = 0; o < outputs.size(); ++o) {
     for (std::size_t i = 0; i < inputs.size(); ++i)

@@ -10,7 +10,8 @@
 
 namespace purlin {
 
-struct RouteText {  // a route as planning writes it: lo, bytes, then per item {tensor, at, offset, run, dims, extents, strides}
+struct
+    RouteText {  // a route as planning writes it: lo, bytes, then per item {tensor, at, offset, run, dims, extents, strides}
   std::vector<i64> numbers;
 };
 
@@ -22,7 +23,7 @@ struct PlanText {
   std::vector<i64> reach;
   std::vector<unsigned> send_signatures, receive_signatures;
   std::vector<i64> input_spans, output_spans;  // bytes from the first to the last byte of each tensor
-  bool overlap_allowed;                        // input and output may share storage: one of the three forms, checked by planning
+  bool overlap_allowed;  // input and output may share storage: one of the three forms, checked by planning
 };
 
 // Where a call finds a plan's items, as long as the plan lives. Every Atom has its own: csrc/cpu.cpp, csrc/cuda.cu.
@@ -63,12 +64,15 @@ struct Stalled {  // which wait of this rank failed; the last one
 // Every Atom has its own: csrc/cpu.cpp, csrc/cuda.cu. `stream` is a CUDA stream as an integer, nothing to the CPU.
 class Endpoint {
  public:
-  Endpoint(int rank, const Geometry& geometry, std::vector<std::uintptr_t> arenas, double timeout_s, bool (*interrupted)());
+  Endpoint(int rank, const Geometry& geometry, std::vector<std::uintptr_t> arenas, double timeout_s,
+           bool (*interrupted)());
   ~Endpoint();
 
-  Outcome run(const Plan& plan, std::span<const std::uintptr_t> inputs, std::span<const std::uintptr_t> outputs, std::uintptr_t stream);
+  Outcome run(const Plan& plan, std::span<const std::uintptr_t> inputs, std::span<const std::uintptr_t> outputs,
+              std::uintptr_t stream);
   void abort(int fault, int about);
-  void leave();                 // tell the peers that no further call of this rank will come: those who wait for one fail, the others are not hurt
+  void
+  leave();  // tell the peers that no further call of this rank will come: those who wait for one fail, the others are not hurt
   void begin_at(Word message);  // before first use: messages and calls are counted from here
   Death death() const;
   Stalled stalled() const;

@@ -17,7 +17,7 @@
 
 namespace purlin::cpu {
 
-constexpr i64 large_message = 3 << 19;                // bytes
+constexpr i64 large_message = 3 << 19;              // bytes
 constexpr i64 payload_bytes = 56, line_bytes = 64;  // a packet line: payload, then tag
 PURLIN_FN constexpr i64 lines_of(i64 bytes) { return ceil_div(bytes, payload_bytes); }
 
@@ -57,7 +57,9 @@ class Patience {  // of one role in one call
     return Step::look_around;
   }
   void begin() { polls_ = 0; }
-  std::chrono::nanoseconds waited() const { return polls_ <= spins ? std::chrono::nanoseconds(0) : Clock::now() - start_; }
+  std::chrono::nanoseconds waited() const {
+    return polls_ <= spins ? std::chrono::nanoseconds(0) : Clock::now() - start_;
+  }
   std::chrono::nanoseconds since_first() const { return Clock::now() - first_; }  // slow wait of the call
 
  private:
@@ -251,10 +253,13 @@ class Cpu {
   // Too much to find in a cache afterwards?
   static bool is_large(const Call& call) {
     i64 most = 0;
-    for (int p = 0; p < call.peers(); ++p) most = larger(most, larger(call.pair[p].send.bytes, call.pair[p].receive.bytes));
+    for (int p = 0; p < call.peers(); ++p)
+      most = larger(most, larger(call.pair[p].send.bytes, call.pair[p].receive.bytes));
     return most >= large_message;
   }
-  bool poisoned() const { return shared(Inbox{call_.geometry, call_.own_arena()}.poison()).load(std::memory_order_acquire) != 0; }
+  bool poisoned() const {
+    return shared(Inbox{call_.geometry, call_.own_arena()}.poison()).load(std::memory_order_acquire) != 0;
+  }
 
   // -- waits
   template <class F>
@@ -309,7 +314,8 @@ class Cpu {
     bool& complained = complained_[roles == Roles::side_by_side ? role_ : 0];
     if (complained || waited < std::chrono::seconds(10)) return;
     complained = true;
-    std::fprintf(stderr, "purlin: rank %d has waited 10 s for rank %d (team %d, step %d)\n", call_.rank, call_.rank_of(peer), team_, where.step);
+    std::fprintf(stderr, "purlin: rank %d has waited 10 s for rank %d (team %d, step %d)\n", call_.rank,
+                 call_.rank_of(peer), team_, where.step);
   }
 
   // -- bytes

@@ -18,7 +18,8 @@ struct Stretch {
 
   __device__ __forceinline__ bool flat() const { return box == nullptr; }
   __device__ __forceinline__ bool aligned() const {
-    return (reinterpret_cast<unsigned long long>(first) & 15) == 0 && (flat() || (box->align == vector_bytes && box->run >> 35 == 0));
+    return (reinterpret_cast<unsigned long long>(first) & 15) == 0 &&
+           (flat() || (box->align == vector_bytes && box->run >> 35 == 0));
   }
   __device__ __forceinline__ int align() const {
     i64 all = static_cast<i64>(reinterpret_cast<unsigned long long>(first)) | (flat() ? vector_bytes : box->align);
@@ -77,9 +78,11 @@ __device__ __forceinline__ void copy_vectors(Stretch to, Stretch from, unsigned 
   for (; v + (unroll - 1) * step < hi; v += unroll * step) {
     uint4 held[unroll];
 #pragma unroll
-    for (int u = 0; u < unroll; ++u) held[u] = *reinterpret_cast<const uint4*>(from.vector(v + static_cast<unsigned>(u) * step));
+    for (int u = 0; u < unroll; ++u)
+      held[u] = *reinterpret_cast<const uint4*>(from.vector(v + static_cast<unsigned>(u) * step));
 #pragma unroll
-    for (int u = 0; u < unroll; ++u) *reinterpret_cast<uint4*>(to.vector(v + static_cast<unsigned>(u) * step)) = held[u];
+    for (int u = 0; u < unroll; ++u)
+      *reinterpret_cast<uint4*>(to.vector(v + static_cast<unsigned>(u) * step)) = held[u];
   }
   for (; v < hi; v += step) *reinterpret_cast<uint4*>(to.vector(v)) = *reinterpret_cast<const uint4*>(from.vector(v));
 }
@@ -113,20 +116,28 @@ __device__ __noinline__ void copy_stretch(Stretch to, Stretch from, i64 lo, i64 
     char* write = to.first + lo;
     const char* read = from.first + lo;
     if (write == read) return;
-    if (((reinterpret_cast<unsigned long long>(write) | reinterpret_cast<unsigned long long>(read)) & 15) == 0) return copy_flat(write, read, hi - lo, team);
+    if (((reinterpret_cast<unsigned long long>(write) | reinterpret_cast<unsigned long long>(read)) & 15) == 0)
+      return copy_flat(write, read, hi - lo, team);
   } else if (to.aligned() && from.aligned() && hi >> 35 == 0) {
-    return copy_vectors<4>(to, from, static_cast<unsigned>(lo / vector_bytes), static_cast<unsigned>(hi / vector_bytes), team);
+    return copy_vectors<4>(to, from, static_cast<unsigned>(lo / vector_bytes), static_cast<unsigned>(hi / vector_bytes),
+                           team);
   }
   switch (smaller(to.align(), from.align())) {
-    case 8: return copy_units<uint2>(to, from, lo, hi & ~i64{7}, team), copy_units<char>(to, from, hi & ~i64{7}, hi, team);
-    case 4: return copy_units<unsigned>(to, from, lo, hi & ~i64{3}, team), copy_units<char>(to, from, hi & ~i64{3}, hi, team);
-    case 2: return copy_units<unsigned short>(to, from, lo, hi & ~i64{1}, team), copy_units<char>(to, from, hi & ~i64{1}, hi, team);
+    case 8:
+      return copy_units<uint2>(to, from, lo, hi & ~i64{7}, team), copy_units<char>(to, from, hi & ~i64{7}, hi, team);
+    case 4:
+      return copy_units<unsigned>(to, from, lo, hi & ~i64{3}, team), copy_units<char>(to, from, hi & ~i64{3}, hi, team);
+    case 2:
+      return copy_units<unsigned short>(to, from, lo, hi & ~i64{1}, team),
+             copy_units<char>(to, from, hi & ~i64{1}, hi, team);
     default: return copy_units<char>(to, from, lo, hi, team);
   }
 }
 
 __device__ __noinline__ void copy(const Place& to, const Place& from, Range range, Lanes team) {
-  for_each_item(to, from, range, [&](int k, i64 at, i64 lo, i64 hi) { copy_stretch(stretch(to, k, at), stretch(from, k, at), lo, hi, team); });
+  for_each_item(to, from, range, [&](int k, i64 at, i64 lo, i64 hi) {
+    copy_stretch(stretch(to, k, at), stretch(from, k, at), lo, hi, team);
+  });
 }
 
 // ---- reductions: contributions in rank order, wide, rounded once
@@ -175,7 +186,8 @@ __device__ __forceinline__ V fold(Op op, int n, F load) {
 
 // slots[k] is where the chunk of the k-th contribution begins; the self-th is `own`.
 template <class T>
-__device__ __noinline__ void reduce_as(const Place& to, const Place& own, int n, char* const* slots, int self, Range range, Op op, Lanes team) {
+__device__ __noinline__ void reduce_as(const Place& to, const Place& own, int n, char* const* slots, int self,
+                                       Range range, Op op, Lanes team) {
   using Stored = typename T::Stored;
   for_each_item(to, own, range, [&](int k, i64 at, i64 lo, i64 hi) {
     Stretch write = stretch(to, k, at), mine = stretch(own, k, at);
@@ -197,8 +209,10 @@ __device__ __noinline__ void reduce_as(const Place& to, const Place& own, int n,
     }
   });
 }
-__device__ __forceinline__ void reduce(const Place& to, const Place& own, int n, char* const* slots, int self, Range range, Sum sum, Lanes team) {
-  numeric::with_dtype(sum.dtype, [&](auto type) { reduce_as<decltype(type)>(to, own, n, slots, self, range, sum.op, team); });
+__device__ __forceinline__ void reduce(const Place& to, const Place& own, int n, char* const* slots, int self,
+                                       Range range, Sum sum, Lanes team) {
+  numeric::with_dtype(sum.dtype,
+                      [&](auto type) { reduce_as<decltype(type)>(to, own, n, slots, self, range, sum.op, team); });
 }
 
 }  // namespace purlin::gpu

@@ -35,30 +35,38 @@ struct Line {
 };
 __device__ __forceinline__ Line load_line(const void* from) {
   Line line;
-  asm volatile("{ .reg .b128 v; ld.relaxed.sys.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }" : "=l"(line.payload), "=l"(line.tag) : "l"(from) : "memory");
+  asm volatile("{ .reg .b128 v; ld.relaxed.sys.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }"
+               : "=l"(line.payload), "=l"(line.tag)
+               : "l"(from)
+               : "memory");
   return line;
 }
 __device__ __forceinline__ void store_line(void* to, Line line) {
-  asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.sys.global.b128 [%0], v; }" ::"l"(to), "l"(line.payload), "l"(line.tag) : "memory");
+  asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.sys.global.b128 [%0], v; }" ::"l"(to),
+               "l"(line.payload), "l"(line.tag)
+               : "memory");
 }
 
 // ---- barriers of some of a block's threads
 
-__device__ __forceinline__ void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 __device__ __forceinline__ bool barrier_or(int id, int threads, bool value) {
   int any;
-  asm volatile(
-      "{ .reg .pred p, q; setp.ne.s32 q, %3, 0; bar.red.or.pred p, %1, %2, q; selp.s32 %0, 1, 0, p; }"
-      : "=r"(any)
-      : "r"(id), "r"(threads), "r"(static_cast<int>(value))
-      : "memory");
+  asm volatile("{ .reg .pred p, q; setp.ne.s32 q, %3, 0; bar.red.or.pred p, %1, %2, q; selp.s32 %0, 1, 0, p; }"
+               : "=r"(any)
+               : "r"(id), "r"(threads), "r"(static_cast<int>(value))
+               : "memory");
   return any != 0;
 }
 
 // ---- mbarriers: arrivals of one kind of warp, waited for by another
 
 using Gate = unsigned long long;
-__device__ __forceinline__ unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
 __device__ __forceinline__ void gate_init(Gate* gate, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(gate)), "r"(arrivals) : "memory");
 }
@@ -67,11 +75,10 @@ __device__ __forceinline__ void gate_arrive(Gate* gate) {
 }
 __device__ __forceinline__ bool gate_passed(Gate* gate, unsigned parity) {  // the phase of this parity is complete
   unsigned passed;
-  asm volatile(
-      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-      : "=r"(passed)
-      : "r"(shared_address(gate)), "r"(parity)
-      : "memory");
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(passed)
+               : "r"(shared_address(gate)), "r"(parity)
+               : "memory");
   return passed != 0;
 }
 

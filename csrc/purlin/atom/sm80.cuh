@@ -20,6 +20,8 @@ struct Page {
   Record record;
 };
 
+constexpr int warp = 32;
+
 struct Setting {  // of one team of one rank in one call
   const Call* call;
   Page* page;
@@ -29,7 +31,9 @@ struct Setting {  // of one team of one rank in one call
 
 // ---- failing
 
-__device__ __forceinline__ Word* poison_of(const Call& c, int rank) { return Inbox{c.geometry, c.arena[rank]}.poison(); }
+__device__ __forceinline__ Word* poison_of(const Call& c, int rank) {
+  return Inbox{c.geometry, c.arena[rank]}.poison();
+}
 
 __device__ __noinline__ void tell_host(const Setting& s, Word poison) {
   ptx::store_relaxed(&s.page->calls, s.call->progress->calls);
@@ -63,7 +67,8 @@ __device__ __forceinline__ bool slow_until(const Setting& s, F come, int peer, W
     unsigned long long waited = ptx::nanoseconds() - start;
     if (waited > 1000000) {
       Word post = ptx::load_acquire(Inbox{c.geometry, c.own_arena()}.post(peer));
-      if (elsewhere(post, c.progress->calls, c.signature) && !come()) return fail(s, Fault::mismatch, peer, where), false;
+      if (elsewhere(post, c.progress->calls, c.signature) && !come())
+        return fail(s, Fault::mismatch, peer, where), false;
       if (ptx::load_relaxed(&s.page->abort)) return fail(s, Fault::left, peer, where), false;
     }
     if (waited > s.timeout) return fail(s, Fault::stall, peer, where), false;
@@ -86,9 +91,11 @@ __device__ __forceinline__ bool granted_well(const Call& c, Mark m, int peer) {
 __device__ __forceinline__ bool tagged(const Setting& s, Mark m, int peer, Where where) {
   if (!m.word) return true;
   Word found = 0;
-  if (!until(s, [&] { return number_of(found = ptx::load_acquire(m.word)) == number_of(m.value); }, peer, where)) return false;
+  if (!until(s, [&] { return number_of(found = ptx::load_acquire(m.word)) == number_of(m.value); }, peer, where))
+    return false;
   if (found != m.value) return fail(s, Fault::mismatch, peer, where), false;
-  if (where.what == Where::What::grant && !granted_well(*s.call, m, peer)) return fail(s, Fault::grant, peer, where), false;
+  if (where.what == Where::What::grant && !granted_well(*s.call, m, peer))
+    return fail(s, Fault::grant, peer, where), false;
   return true;
 }
 
@@ -113,8 +120,10 @@ constexpr i64 payload_bytes = 8, line_bytes = 16;
 
 __device__ __forceinline__ Word gather_payload(const Stretch& from, i64 at, i64 hi) {
   Word payload = 0;
-  if (from.align() >= 8 && hi - at >= 8 && (from.flat() || from.box->align >= 8)) return *reinterpret_cast<const Word*>(from.byte(at));
-  for (i64 b = 0; b < smaller<i64>(8, hi - at); ++b) payload |= static_cast<Word>(*reinterpret_cast<const unsigned char*>(from.byte(at + b))) << (8 * b);
+  if (from.align() >= 8 && hi - at >= 8 && (from.flat() || from.box->align >= 8))
+    return *reinterpret_cast<const Word*>(from.byte(at));
+  for (i64 b = 0; b < smaller<i64>(8, hi - at); ++b)
+    payload |= static_cast<Word>(*reinterpret_cast<const unsigned char*>(from.byte(at + b))) << (8 * b);
   return payload;
 }
 __device__ __forceinline__ void scatter_payload(const Stretch& to, i64 at, i64 hi, Word payload) {
@@ -139,7 +148,8 @@ struct Taken {
 };
 __device__ __forceinline__ Taken take_line(const Setting& s, const char* line, Word tag, int peer, Where where) {
   ptx::Line got{};
-  if (!until(s, [&] { return number_of((got = ptx::load_line(line)).tag) == number_of(tag); }, peer, where)) return {false, 0};
+  if (!until(s, [&] { return number_of((got = ptx::load_line(line)).tag) == number_of(tag); }, peer, where))
+    return {false, 0};
   if (got.tag != tag) return fail(s, Fault::mismatch, peer, where), Taken{false, 0};
   return {true, got.payload};
 }
@@ -162,8 +172,8 @@ struct Incoming {  // the packets of all contributions, in shared memory; no win
   Word tag[max_ranks];
 };
 template <class T>
-__device__ __noinline__ bool take_reduce_as(
-    const Setting& s, const Place& to, const Place& own, int n, const Incoming& in, int self, Range range, Op op, Where where, Lanes team) {
+__device__ __noinline__ bool take_reduce_as(const Setting& s, const Place& to, const Place& own, int n,
+                                            const Incoming& in, int self, Range range, Op op, Where where, Lanes team) {
   bool came = true;
   for_each_item(to, own, range, [&](int k, i64 at, i64 lo, i64 hi) {
     Stretch write = stretch(to, k, at), mine = stretch(own, k, at);
@@ -171,7 +181,8 @@ __device__ __noinline__ bool take_reduce_as(
     for (i64 b = team.lane * payload_bytes; came && b < hi - lo; b += team.lanes * payload_bytes) {
       auto load = [&](int r) {
         if (r == self) return gather_payload(mine, lo + b, hi);
-        Taken taken = take_line(s, in.window[r] + first + b * (line_bytes / payload_bytes), in.tag[r], s.call->peer_of(r), where);
+        Taken taken =
+            take_line(s, in.window[r] + first + b * (line_bytes / payload_bytes), in.tag[r], s.call->peer_of(r), where);
         came &= taken.came;
         return taken.payload;
       };
@@ -242,13 +253,14 @@ class Together {
     __syncthreads();
     store_marks(n, mark, lane(), ptx::store_release);
   }
+  // What nobody here waits for is told by the second warp, while the first waits for others.
   template <class F>
   __device__ void tell(int n, F mark) {
-    store_marks(n, mark, lane(), ptx::store_relaxed);
+    if (lane() >= warp) store_marks(n, mark, lane() - warp, ptx::store_relaxed);
   }
   template <class F>
   __device__ void grant(int n, F line) {
-    store_grants(n, line, lane());
+    if (lane() >= warp) store_grants(n, line, lane() - warp);
   }
   template <class F>
   __device__ void keep(int n, F mark) {
@@ -276,7 +288,7 @@ class Together {
 
 // ---- Apart
 
-constexpr int copiers = 256, warp = 32, role_threads = copiers + 2 * warp, gates = 8;
+constexpr int copiers = 256, role_threads = copiers + 2 * warp, gates = 8;
 
 struct Crossing {  // of one role, in shared memory
   ptx::Gate go[gates], passed[gates], done[gates], told[gates];
