@@ -42,10 +42,10 @@ struct Progress {  // private to a rank
 
 struct Geometry {
   int ranks, teams, slots;
-  i64 slot_bytes;    // a ring slot
-  i64 window_bytes;  // wire bytes a packet slot can carry, one team of one pair
+  i64 slot_bytes;     // a ring slot
+  i64 window_bytes;   // wire bytes a packet slot can carry, one team of one pair
   i64 window_stored;  // bytes of memory of that packet slot: its lines hold tags too
-  i64 heap_bytes;    // for granted outputs
+  i64 heap_bytes;     // for granted outputs
   // filled by lay_out
   i64 pair_words, words_at, rings_at, packets_at, heap_at, arena_bytes;
 };
@@ -68,7 +68,9 @@ struct Inbox {
   char* arena;
 
   PURLIN_FN Word* poison() const { return word(0); }
-  PURLIN_FN Word* post(int peer) const { return word(line + peer * line); }  // {calls : 40, signature : 24} of the peer's latest call
+  PURLIN_FN Word* post(int peer) const {
+    return word(line + peer * line);
+  }  // {calls : 40, signature : 24} of the peer's latest call
   PURLIN_FN char* slot(int peer, int team, Use use, Word message) const {
     i64 ring = (channel(peer, team) * 2 + (use == Use::gather)) * g.slots;
     return arena + g.rings_at + (ring + static_cast<i64>(message % g.slots)) * g.slot_bytes;

@@ -57,7 +57,7 @@ enum class Outcome { done = 0, overlap = 16, concurrent, bad_plan };
 struct Death {  // what killed the communicator; what == 0: nothing
   int what, by, about;
 };
-struct Stalled {  // which wait of this rank failed; the last one
+struct Stalled {  // which wait of this rank failed first
   int what, use, step, team, peer;
 };
 

@@ -8,9 +8,9 @@
 namespace purlin {
 
 constexpr int max_ranks = 16;
-constexpr int max_dims = 4;     // strided dims of a box beside its contiguous run
+constexpr int max_dims = 4;      // strided dims of a box beside its contiguous run
 constexpr int max_tensors = 16;  // inputs, and outputs, of one call
-constexpr int max_grants = 4;   // outputs a direct call can grant
+constexpr int max_grants = 4;    // outputs a direct call can grant
 
 constexpr int vector_bytes = 16;
 
@@ -28,14 +28,14 @@ PURLIN_FN Divider divider(unsigned divisor) {
 }
 
 struct Box {
-  i64 offset;  // bytes after the tensor's first byte
-  i64 run;     // contiguous bytes
+  i64 offset;                              // bytes after the tensor's first byte
+  i64 run;                                 // contiguous bytes
   i64 extent[max_dims], stride[max_dims];  // [dims], outermost first; stride in bytes
   int dims;
   int tensor;  // which of the call's tensors
   // filled by measure()
-  int align;                                 // the largest power of two up to 16 that divides offset, run and strides
-  Divider by_run, by_extent[max_dims];       // in vectors of 16 bytes; of use when align is 16
+  int align;                            // the largest power of two up to 16 that divides offset, run and strides
+  Divider by_run, by_extent[max_dims];  // in vectors of 16 bytes; of use when align is 16
 };
 
 PURLIN_FN void measure(Box& box) {
@@ -48,7 +48,7 @@ PURLIN_FN void measure(Box& box) {
 }
 
 struct Item {
-  i64 at, bytes;  // wire bytes [at, at + bytes)
+  i64 at, bytes;  // wire bytes [at, at + bytes); never none
   Box box;
 };
 

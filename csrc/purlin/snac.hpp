@@ -30,15 +30,20 @@ struct Ring {
   PURLIN_FN Mark credit(int p, int step) const {  // at my side: the slot of this message has been let go of
     return {mine().freed(p, a.team(), use), credit_for(sent(p, step), c.geometry.slots)};
   }
-  PURLIN_FN char* slot_out(int p, int step) const { return theirs(p).slot(c.as_seen_by(p), a.team(), use, sent(p, step)); }
+  PURLIN_FN char* slot_out(int p, int step) const {
+    return theirs(p).slot(c.as_seen_by(p), a.team(), use, sent(p, step));
+  }
   PURLIN_FN Mark ready_out(int p, int step) const {
-    return {theirs(p).ready(c.as_seen_by(p), a.team(), use, sent(p, step)), tag(sent(p, step), c.pair[p].send_signature)};
+    return {theirs(p).ready(c.as_seen_by(p), a.team(), use, sent(p, step)),
+            tag(sent(p, step), c.pair[p].send_signature)};
   }
   PURLIN_FN char* slot_in(int p, int step) const { return mine().slot(p, a.team(), use, taken(p, step)); }
   PURLIN_FN Mark ready_in(int p, int step) const {
     return {mine().ready(p, a.team(), use, taken(p, step)), tag(taken(p, step), c.pair[p].receive_signature)};
   }
-  PURLIN_FN Mark freed_out(int p, int step) const { return {theirs(p).freed(c.as_seen_by(p), a.team(), use), taken(p, step) + 1}; }
+  PURLIN_FN Mark freed_out(int p, int step) const {
+    return {theirs(p).freed(c.as_seen_by(p), a.team(), use), taken(p, step) + 1};
+  }
 
   template <class R>
   PURLIN_FN Range cut(R route, int p, int step) const {
@@ -49,7 +54,8 @@ struct Ring {
   PURLIN_FN bool send(int step, R route, char* const* tensors) {
     auto live = [&](int p) { return !cut(route, p, step).empty(); };
     Where where{Where::What::credit, use, step};
-    if (a.wait(c.peers(), [&](int p) { return live(p) ? credit(p, step) : Mark{}; }, where) != Arrival::yes) return false;
+    if (a.wait(c.peers(), [&](int p) { return live(p) ? credit(p, step) : Mark{}; }, where) != Arrival::yes)
+      return false;
     for (int p = 0; p < c.peers(); ++p) {
       Range range = cut(route, p, step);
       if (!range.empty()) a.copy(in_slot(slot_out(p, step), range.lo), in_tensors(route(p), tensors), range);
@@ -60,7 +66,9 @@ struct Ring {
   template <class R>
   PURLIN_FN bool arrived(int step, R route) {
     Where where{Where::What::message, use, step};
-    return a.expect(c.peers(), [&](int p) { return cut(route, p, step).empty() ? Mark{} : ready_in(p, step); }, where) == Arrival::yes;
+    return a.expect(
+               c.peers(), [&](int p) { return cut(route, p, step).empty() ? Mark{} : ready_in(p, step); }, where) ==
+           Arrival::yes;
   }
   template <class R>
   PURLIN_FN void let_go(int step, R route) {
@@ -68,11 +76,15 @@ struct Ring {
   }
   template <class R>
   PURLIN_FN void count_sent(R route) {
-    a.keep(c.peers(), [&](int p) { return Mark{&c.count(p, a.team()).sent[at()], sent(p, route(p).messages(a.team(), a.teams()))}; });
+    a.keep(c.peers(), [&](int p) {
+      return Mark{&c.count(p, a.team()).sent[at()], sent(p, route(p).messages(a.team(), a.teams()))};
+    });
   }
   template <class R>
   PURLIN_FN void count_taken(R route) {
-    a.keep(c.peers(), [&](int p) { return Mark{&c.count(p, a.team()).taken[at()], taken(p, route(p).messages(a.team(), a.teams()))}; });
+    a.keep(c.peers(), [&](int p) {
+      return Mark{&c.count(p, a.team()).taken[at()], taken(p, route(p).messages(a.team(), a.teams()))};
+    });
   }
 };
 
@@ -96,14 +108,17 @@ struct OwnSum {  // where its sum lies, to be sent to every peer
 template <class A>
 PURLIN_FN void copy_own(A& a, const Call& c, int step) {
   Range range = c.own_from.range(step, a.team(), a.teams());
-  if (c.kind == Kind::copy && !range.empty()) a.copy(in_tensors(c.own_to, c.output), in_tensors(c.own_from, c.input), range);
+  if (c.kind == Kind::copy && !range.empty())
+    a.copy(in_tensors(c.own_to, c.output), in_tensors(c.own_from, c.input), range);
 }
 
 // What every call says on entry, by the reader: I am in call n of this signature.
 template <class A>
 PURLIN_FN void announce(A& a, const Call& c) {
   if (a.team() != 0) return;
-  a.tell(c.peers(), [&](int p) { return Mark{Inbox{c.geometry, c.peer_arena(p)}.post(c.as_seen_by(p)), tag(c.progress->calls, c.signature)}; });
+  a.tell(c.peers(), [&](int p) {
+    return Mark{Inbox{c.geometry, c.peer_arena(p)}.post(c.as_seen_by(p)), tag(c.progress->calls, c.signature)};
+  });
 }
 
 // ---- staged ------------------------------------------------------------------------------------------------------------------------------------------
@@ -137,7 +152,8 @@ struct Consume {
     if (!ok || !(ok = ring().arrived(i, Receiving{c}))) return;
     for (int p = 0; p < c.peers(); ++p) {
       Range range = ring().cut(Receiving{c}, p, i);
-      if (!range.empty()) a.copy(in_tensors(c.pair[p].receive, c.output), in_slot(ring().slot_in(p, i), range.lo), range);
+      if (!range.empty())
+        a.copy(in_tensors(c.pair[p].receive, c.output), in_slot(ring().slot_in(p, i), range.lo), range);
     }
     ring().let_go(i, Receiving{c});
   }
@@ -244,17 +260,22 @@ struct ConsumePackets {
 
   PURLIN_FN void open() {
     announce(a, c);
-    a.tell(c.peers(), [&](int p) { return Mark{all().theirs(p).freed(c.as_seen_by(p), a.team(), Use::packet), all().taken(p)}; });
+    a.tell(c.peers(),
+           [&](int p) { return Mark{all().theirs(p).freed(c.as_seen_by(p), a.team(), Use::packet), all().taken(p)}; });
   }
   PURLIN_FN int steps() const { return 1; }
   PURLIN_FN void step(int) {
     Where where{Where::What::message, Use::packet, 0};
     a.meet();
     if (c.kind == Kind::copy) {
-      a.take(c.peers(), [&](int p) { return all().in(p, c.pair[p].receive, in_tensors(c.pair[p].receive, c.output)); }, where);
+      a.take(
+          c.peers(), [&](int p) { return all().in(p, c.pair[p].receive, in_tensors(c.pair[p].receive, c.output)); },
+          where);
     } else if (!all().cut(c.own_from).empty()) {
       Place to = in_tensors(c.own_to, c.output), own = in_tensors(c.own_from, c.input);
-      auto packet = [&](int k) { return k == c.rank ? Packet{nullptr, 0, own, all().cut(c.own_from)} : all().in(c.peer_of(k), c.own_from, to); };
+      auto packet = [&](int k) {
+        return k == c.rank ? Packet{nullptr, 0, own, all().cut(c.own_from)} : all().in(c.peer_of(k), c.own_from, to);
+      };
       a.take_reduce(to, own, c.ranks, packet, c.rank, c.sum, where);
     }
   }
@@ -312,7 +333,8 @@ struct StageDirect {
     a.copy(in_granted(pair.remote, c.peer_arena(p), at().grant_in(p)), in_tensors(pair.send, c.input), range);
   }
   PURLIN_FN Mark ready(int p) const {
-    return {at().theirs(p).ready(c.as_seen_by(p), a.team(), Use::direct, 0), tag(at().sent(p), c.pair[p].send_signature)};
+    return {at().theirs(p).ready(c.as_seen_by(p), a.team(), Use::direct, 0),
+            tag(at().sent(p), c.pair[p].send_signature)};
   }
 };
 
@@ -323,7 +345,8 @@ struct ConsumeDirect {
 
   PURLIN_FN void open() {
     announce(a, c);
-    for (int k = 0; k < c.grants; ++k) a.grant(c.peers(), [&](int p) { return at().live(c.pair[p].receive) ? offer(p, k) : GrantMark{}; });
+    for (int k = 0; k < c.grants; ++k)
+      a.grant(c.peers(), [&](int p) { return at().live(c.pair[p].receive) ? offer(p, k) : GrantMark{}; });
   }
   PURLIN_FN int steps() const { return 1; }
   PURLIN_FN void step(int) {

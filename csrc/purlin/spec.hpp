@@ -5,8 +5,8 @@
 
 namespace purlin {
 
-enum class Kind { copy, reduce, all_reduce };     // numbers shared with purlin_core/moves.py
-enum class Regime { staged, packet, direct };     // numbers shared with purlin_core/plan.py
+enum class Kind { copy, reduce, all_reduce };  // numbers shared with purlin_core/moves.py
+enum class Regime { staged, packet, direct };  // numbers shared with purlin_core/plan.py
 enum class Op { sum, avg, max, min };
 enum class Dtype { float32, float16, bfloat16, float64, int8, int16, int32, int64, uint8 };
 
@@ -15,11 +15,11 @@ struct Sum {
   Dtype dtype;
 };
 
-struct Pair {       // what this rank and one peer are to each other in a call
-  Route send;       // my boxes that go to the peer
-  Route remote;     // direct: where they lie in the peer's granted outputs
-  Route receive;    // where the peer's bytes go in mine; for reductions only its size counts
-  i64 reach;        // direct: bytes of each granted output that the peer must have
+struct Pair {                                  // what this rank and one peer are to each other in a call
+  Route send;                                  // my boxes that go to the peer
+  Route remote;                                // direct: where they lie in the peer's granted outputs
+  Route receive;                               // where the peer's bytes go in mine; for reductions only its size counts
+  i64 reach;                                   // direct: bytes of each granted output that the peer must have
   unsigned send_signature, receive_signature;  // 24 bits over what the other side relies on
 };
 
@@ -35,7 +35,7 @@ struct Call {
   char* arena[max_ranks];  // by rank, as this rank sees them
   Counts* counts;          // private: [peers][counts_pitch], by team
   int counts_pitch;
-  Progress* progress;      // private
+  Progress* progress;  // private
   char* input[max_tensors];
   char* output[max_tensors];
   Route own_from, own_to;

@@ -48,7 +48,7 @@ class Run {
       }
     }
     machine_.name = [this](const void* word) { return world_.name_of(word); };
-    done_.resize(ranks_.size());
+    at_.resize(ranks_.size());
   }
 
   Result run(bool trace) {
@@ -77,9 +77,9 @@ class Run {
         memory_.write(at, bytes, by, seen);
       });
       std::string wrong = world_.check(plan, r);
-      if (wrong.empty()) ++done_[static_cast<size_t>(r)];
-      else if (wrong == "wrong data") wrong_.push_back(r);
-      else throw model::Broken(wrong);
+      if (wrong == "wrong data") wrong_.push_back(r);
+      else if (!wrong.empty()) throw model::Broken(wrong);
+      ++at_[static_cast<size_t>(r)];
     }
     leave(r);
   }
@@ -124,7 +124,7 @@ class Run {
 
   std::string judge(Machine::Ending ending) {
     if (ending == Machine::Ending::broken) return machine_.broken;
-    if (ending == Machine::Ending::dead) return "nothing can go on:\n" + machine_.blocked();
+    if (ending == Machine::Ending::dead) return may_stall(p_, at_) ? "" : "nothing can go on:\n" + machine_.blocked();
     std::string fault;
     for (const model::Rank& r : ranks_)
       if (!r.fault.empty()) fault = r.fault;
@@ -142,7 +142,8 @@ class Run {
   model::Memory memory_;
   std::vector<model::Rank> ranks_;
   Machine machine_;
-  std::vector<int> done_, wrong_;
+  std::vector<size_t> at_;  // which call of its schedule a rank is in
+  std::vector<int> wrong_;
 };
 
 Temper draw_temper(Random& random, Flaw flaw) {

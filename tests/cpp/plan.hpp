@@ -44,15 +44,9 @@ class Builder {
   }
   std::unique_ptr<Built> build() {
     switch (s_.kind) {
-      case Kind::copy:
-        s_.form == Form::in_place ? gather_in_place() : copy();
-        break;
-      case Kind::reduce:
-        reduce();
-        break;
-      case Kind::all_reduce:
-        all_reduce();
-        break;
+      case Kind::copy: s_.form == Form::in_place ? gather_in_place() : copy(); break;
+      case Kind::reduce: reduce(); break;
+      case Kind::all_reduce: all_reduce(); break;
     }
     for (int r = 0; r < limits_.ranks; ++r) {
       place(r);

@@ -42,8 +42,7 @@ inline void change(Random& random, Shape& s, const Limits& limits, const char*& 
       field = "regime";
       s.regime = static_cast<Regime>((static_cast<int>(s.regime) + 1) % (s.kind == Kind::copy ? 3 : 2));
       break;
-    default:
-      field = "signature";
+    default: field = "signature";
   }
 }
 
@@ -102,6 +101,15 @@ inline std::string unnoticed(const Program& p, bool right) {
   int others = p.schedule[p.odd.rank == 0 ? 1 : 0][at], mine = p.schedule[static_cast<size_t>(p.odd.rank)][at];
   if (!sends(p, others, p.odd.rank) && !receives(p, mine, p.odd.rank)) return "";  // nobody waits for anything
   return std::string("ranks disagree about ") + p.odd.field + " and nobody says so";
+}
+
+// A disagreement may come to light at the deadline only, if nobody waited for anything in the odd call itself: messages that nobody will take are left in
+// its slots, the ranks agree again, and in some later call both sides of a pair wait for credit before they look at what has come. `at`: in which call of
+// its schedule each rank is.
+inline bool may_stall(const Program& p, const std::vector<size_t>& at) {
+  for (size_t r = 0; r < at.size(); ++r)
+    if (at[r] != at[0] || at[r] >= p.schedule[r].size() || p.schedule[r][at[r]] != p.schedule[0][at[0]]) return false;
+  return p.odd.rank >= 0 && at[0] > static_cast<size_t>(p.odd.call);
 }
 
 }  // namespace purlin::test

@@ -135,18 +135,10 @@ inline void fold(Sum sum, const std::vector<const char*>& from, char* to) {
       std::memcpy(&one, from[k], sizeof one);
       auto next = T::widen(one);
       switch (k == 0 ? Op::avg : sum.op) {
-        case Op::avg:
-          total = k == 0 ? next : numeric::join<Op::sum>(total, next);
-          break;
-        case Op::sum:
-          total = numeric::join<Op::sum>(total, next);
-          break;
-        case Op::max:
-          total = numeric::join<Op::max>(total, next);
-          break;
-        case Op::min:
-          total = numeric::join<Op::min>(total, next);
-          break;
+        case Op::avg: total = k == 0 ? next : numeric::join<Op::sum>(total, next); break;
+        case Op::sum: total = numeric::join<Op::sum>(total, next); break;
+        case Op::max: total = numeric::join<Op::max>(total, next); break;
+        case Op::min: total = numeric::join<Op::min>(total, next); break;
       }
     }
     if (sum.op == Op::avg) total = total / static_cast<typename T::Wide>(from.size());

@@ -45,7 +45,7 @@ struct Host {  // what a call needs of the process it runs in
 
 class Patience {  // of one role in one call
  public:
-  enum class Step { go_on, look_around, expired, ask };
+  enum class Step { go_on, look_around, ask };
 
   Step next() {
     if (++polls_ <= spins) return relax();

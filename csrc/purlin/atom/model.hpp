@@ -450,12 +450,9 @@ class Model {
   template <class W>
   static W join(Op op, W a, W b) {
     switch (op) {
-      case Op::max:
-        return numeric::join<Op::max>(a, b);
-      case Op::min:
-        return numeric::join<Op::min>(a, b);
-      default:
-        return numeric::join<Op::sum>(a, b);
+      case Op::max: return numeric::join<Op::max>(a, b);
+      case Op::min: return numeric::join<Op::min>(a, b);
+      default: return numeric::join<Op::sum>(a, b);
     }
   }
 
