@@ -4,7 +4,7 @@
 
 namespace purlin {
 
-enum class Fault { none, stall, mismatch, grant, left, died, interrupted, concurrent };
+enum class Fault { none, stall, mismatch, grant, left, died, interrupted };
 
 // A poison word: {1 : 1, fault : 8, rank that found it : 8, rank it is about : 8}. Zero: all is well; the first one stays.
 struct Poison {

@@ -117,6 +117,7 @@ def world() -> LocalWorld:
         yield made  # type: ignore[misc]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named_on_every_rank_and_the_next_call_works(name: str, world: LocalWorld) -> None:
     bad, before = BAD[name], [comm.stats() for comm in world.communicators]

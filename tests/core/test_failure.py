@@ -148,18 +148,23 @@ def test_a_slow_rank_within_the_timeout_is_no_failure() -> None:
 @pytest.mark.parametrize("regime", REGIMES)
 def test_two_threads_in_one_communicator_are_told(regime: str) -> None:
     """The second is refused and nothing is hurt: the call of the first ends right."""
+    refused = threading.Event()
 
     def work(comm: Communicator) -> None:
         if comm.rank == 1:
-            time.sleep(0.3)
+            assert refused.wait(TIMEOUT)
             assert gather(comm)[::300].tolist() == [0.0, 1.0]
             return
         inside: list[torch.Tensor] = []
         first = threading.Thread(target=lambda: inside.append(gather(comm)))
         first.start()
-        time.sleep(0.1)
-        with pytest.raises(ConcurrentUseError, match="another thread is in a call of this communicator"):
-            gather(comm)
+        while world.communicators[1]._tie.end.post(0)[0] == 0:  # the call that rank 0 last entered
+            time.sleep(0.001)
+        try:
+            with pytest.raises(ConcurrentUseError, match="another thread is in a call of this communicator"):
+                gather(comm)
+        finally:
+            refused.set()
         first.join(TIMEOUT)
         assert inside[0][::300].tolist() == [0.0, 1.0]
 

@@ -112,13 +112,13 @@ def test_a_rank_may_be_many_calls_ahead_of_a_reader_it_never_waits_for() -> None
 
     def work(comm: Communicator) -> int:
         if comm.rank == 1:
-            time.sleep(0.3)
+            time.sleep(1.0)
         ahead = 0
         for turn in range(20):
             x = value(turn, 0, 30)
             out = comm.redistribute(x if comm.rank == 0 else x[:0], "n@ -> n", sizes={"n": [30, 0]})
             assert same_bits(out, x)
-            if comm.rank == 0 and time.monotonic() - began < 0.25:
+            if comm.rank == 0 and time.monotonic() - began < 0.9:
                 ahead = turn + 1
         return ahead
 
