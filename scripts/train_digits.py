@@ -268,7 +268,9 @@ def train_flow(examples: Examples, vae: Any, texts: dict[str, Any], steps: int) 
         clean, digits = flow.sample(FLOW_BATCH)
         asked = torch.where(torch.rand(len(digits)) < UNCONDITIONAL, 10, digits)
         prompts = asked, torch.randint(PROMPTS, asked.shape)
-        time = torch.sigmoid(torch.randn(len(digits)) + NOISIER)  # logit-normal, as SD3 and FLUX were trained (arXiv 2403.03206)
+        time = torch.sigmoid(
+            torch.randn(len(digits)) + NOISIER
+        )  # logit-normal, as SD3 and FLUX were trained (arXiv 2403.03206)
         noise = torch.randn_like(clean)
         velocity = transformer(
             hidden_states=torch.lerp(clean, noise, time[:, None, None]),
