@@ -56,38 +56,39 @@ struct Slots {
 };
 }  // namespace concepts
 
+// clang-format off
 template <class A>
 concept Atom = requires(A a, int n, Place place, Range range, Sum sum, Where where, concepts::Role role,
                         concepts::Marks mark, concepts::Grants line, concepts::Packets packet, concepts::Slots slot) {
-  { a.team() };
-  { a.teams() };
-  { a.enter() };  // false: poisoned, the call does nothing
-  { a.leave() };  // after both roles have closed
-  {
-    a.both(n, role, role)
-  };  // run a consuming and a staging role, side by side or in lockstep with consume.step `lag` behind: each
-      // opens (consume first), takes its steps, drains, closes
-  { a.copy(place, place, range) };  // start: the wire bytes of `range`, to a place from a place
-  {
-    a.reduce(place, place, n, slot, n, range, sum)
-  };  // start: to, own contribution, contributions, slot(k) of the k-th but mine, my k; in rank order
-  { a.put(n, packet) };          // start: payload and tag in each line, so no notify follows
-  { a.take(n, packet, where) };  // wait for each packet of a peer and copy it out
-  {
-    a.take_reduce(place, place, n, packet, n, sum, where)
-  };  // wait for all, reduce in rank order; to, own, contributions, packet(k), my k
-  {
-    a.notify(n, mark)
-  };  // start: one release at system scope after all this role started, then *word = value for every peer
-  { a.wait(n, mark, where) };  // acquire until *word >= value for every peer
-  {
-    a.expect(n, mark, where)
-  };  // acquire until number_of(*word) == number_of(value) for every peer; other: the signature differs
-  { a.tell(n, mark) };   // in open() only: *word = value; the boundary between two calls orders it, no fence
-  { a.grant(n, line) };  // in open() only: one store of 16 bytes
-  { a.keep(n, mark) };   // in close() only: *word = value in this rank's private memory
-  { a.meet() };          // both roles have come here, and what either started before has read its sources
-  { a.drain() };         // all that this role started is performed; also after an abort
+  a.team();
+  a.teams();
+  a.enter();                                          // false: poisoned, the call does nothing
+  a.leave();                                          // after both roles have closed
+
+  // Run a consuming and a staging role, side by side or in lockstep with consume.step n behind: each opens (consume
+  // first), takes its steps, drains, closes.
+  a.both(n, role, role);
+  // Start: the wire bytes of `range`, to a place, from a place.
+  a.copy(place, place, range);
+  // Start: to, my contribution, contributions, slot(k) of the k-th but mine, my k; added in rank order.
+  a.reduce(place, place, n, slot, n, range, sum);
+
+  a.put(n, packet);                                   // start: payload and tag in each line, so no notify follows
+  a.take(n, packet, where);                           // wait for each packet of a peer and copy it out
+  a.take_reduce(place, place, n, packet, n, sum, where);  // as reduce, of packets
+
+  // Start: one release at system scope after all this role started, then *word = value for every peer.
+  a.notify(n, mark);
+  a.wait(n, mark, where);                             // acquire until *word >= value for every peer
+  // Acquire until number_of(*word) == number_of(value) for every peer; other: the signature differs.
+  a.expect(n, mark, where);
+
+  a.tell(n, mark);   // in open() only: *word = value; the boundary between two calls orders it, no fence
+  a.grant(n, line);  // in open() only: one store of 16 bytes
+  a.keep(n, mark);   // in close() only: *word = value in this rank's private memory
+  a.meet();          // both roles have come here, and what either started before has read its sources
+  a.drain();         // all that this role started is performed; also after an abort
 };
+// clang-format on
 
 }  // namespace purlin
