@@ -22,7 +22,7 @@ native := $(shell find csrc -name '*.?pp' -o -name '*.cu' -o -name '*.cuh')
 python_code := purlin_core purlin_diffusion pipelines scripts tests
 run_each = for program in $(1); do echo "== $$program"; $(2) "$$program"; done
 
-.PHONY: help demo test check format headers cuda model tsan mutants wheel gpu bench build clean distclean
+.PHONY: help demo test check format headers cuda model tsan mutants wheel bench build clean distclean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,9 +68,6 @@ wheel: $(VENV)/.tools ## A wheel in dist/
 	rm -rf dist
 	PURLIN_CUDA=$(cuda_anywhere) $(pip) wheel --no-build-isolation --no-deps --wheel-dir dist .
 	@ls dist/*.whl
-
-gpu: $(VENV)/.dev build ## The tests that need a GPU; a missing one is a failure
-	$(bin)/python -m pytest --require gpu -m gpu $(PYTEST_FLAGS)
 
 bench: build ## Latency of a picture: one rank against two, purlin against torch
 	$(bin)/python -m purlin_diffusion latency --model digits --ranks 2 --json out/latency.json

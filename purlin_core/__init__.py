@@ -3,6 +3,7 @@
 from purlin_core.communicator import Communicator, Stats
 from purlin_core.errors import (
     AliasError,
+    ArgumentTypeError,
     ClosedError,
     ConcurrentUseError,
     DeviceError,
@@ -20,6 +21,7 @@ from purlin_core.world import LocalWorld
 
 __all__ = [
     "AliasError",
+    "ArgumentTypeError",
     "ClosedError",
     "Communicator",
     "ConcurrentUseError",

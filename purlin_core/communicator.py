@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from purlin_core import ops
+from purlin_core.arguments import check_halo, check_sequence, check_types
 from purlin_core.canary import poison
 from purlin_core.connection import Connection
 from purlin_core.errors import ClosedError, ConcurrentUseError, DeviceError, PurlinError, SetupError, ShapeError
@@ -63,14 +64,14 @@ class Communicator:
         teams: int = 1,
         scratch: Scratch | None = None,
     ) -> None:
-        self.device = torch.device(device)
+        self.device = _device(device)
         if self.device.type != "cpu":
             raise DeviceError(
                 f"Communicator: `device` needs to be 'cpu'; got '{self.device}'. There is no CUDA Atom in this version."
             )
-        if timeout <= 0 or setup_timeout <= 0 or heap_bytes < 0:
-            came = f"timeout={timeout}, setup_timeout={setup_timeout}, heap_bytes={heap_bytes}"
-            raise SetupError(f"Communicator: needs positive timeouts and heap_bytes >= 0; got {came}.")
+        if not (_seconds(timeout) and _seconds(setup_timeout) and isinstance(heap_bytes, int) and heap_bytes >= 0):
+            came = f"timeout={timeout!r}, setup_timeout={setup_timeout!r}, heap_bytes={heap_bytes!r}"
+            raise SetupError(f"Communicator: needs timeouts of some seconds and heap_bytes >= 0; got {came}.")
         meeting = _meeting(group, rank, ranks)
         if meeting.ranks > MAX_RANKS:
             raise SetupError(
@@ -148,8 +149,13 @@ class Communicator:
         call: str = "exchange",
     ) -> list[Tensor]:
         """exchange() past the compiler: what its operator runs."""
-        texts = specs if isinstance(specs, str) else tuple(specs)
-        return self._call(call, tensors, out, texts, freeze_sizes(sizes) if sizes else (), op, tag)
+        check_sequence(call, tensors)
+        try:
+            texts = specs if isinstance(specs, str) else tuple(specs)
+            return self._call(call, tensors, out, texts, freeze_sizes(sizes) if sizes else (), op, tag)
+        except (AttributeError, TypeError):
+            check_types(call, tensors, out, specs, sizes)
+            raise
 
     def all_gather_into_tensor(self, out: Tensor, x: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
         """`x` (n, ...) of every rank, in rank order -> `out` (ranks * n, ...) or (ranks, n, ...). `sizes`: rows a rank, where they differ."""
@@ -184,6 +190,7 @@ class Communicator:
         self, x: Tensor, dim: int, rows: int | tuple[int, int], *, sizes: Sequence[int] | None = None, tag: str = ""
     ) -> Tensor:
         """`x`, my rows of dim `dim` -> the same with `rows` more from each neighbour, or (before, after); none beyond the first and the last rank."""
+        check_halo(dim, rows)
         before, after = (rows, rows) if isinstance(rows, int) else rows
         if not -x.ndim <= dim < x.ndim or min(before, after) < 0:
             raise ShapeError(f"halo: needs `dim` among {x.ndim} dims and `rows` >= 0; got dim={dim}, rows={rows}.")
@@ -199,13 +206,13 @@ class Communicator:
 
     # ---- memory and what is known of calls
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    def empty(self, shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor that can be granted: passed as `out` by every rank, peers write an exchange's result straight into it. Freeing is local.
 
         Raises ShapeError when the heap has no room (`heap_bytes`, reserve()).
         """
         self._usable("empty")
-        return self._tie.heap.empty(shape, dtype)
+        return self._tie.heap.empty((shape,) if isinstance(shape, int) else shape, dtype)
 
     def reserve(self, heap_bytes: int) -> None:
         """Collective: give every rank a new heap of `heap_bytes` for empty(). Tensors of the old one stay valid, but are ordinary from now on."""
@@ -293,6 +300,13 @@ class Communicator:
             spec, shaped, into = _as_spec(call, x, out, self.ranks)
             ops.exchange(self.id, [shaped], spec, sizes=_rows("d0", sizes), op=op, out=[into], tag="")
             return out
+        try:
+            return self._into_now(call, out, x, sizes, op)
+        except (AttributeError, TypeError):
+            check_types(call, [x], [out], "", _rows("d0", sizes))
+            raise
+
+    def _into_now(self, call: str, out: Tensor, x: Tensor, sizes: Sequence[int] | None, op: Op) -> Tensor:
         to, heap = address_of(out), self._tie.heap
         rows = None if sizes is None else tuple(sizes)
         key = (call, op, rows, heap.lo <= to < heap.hi, out is x, _facts(x), _facts(out))
@@ -377,10 +391,6 @@ class Communicator:
             raise RuntimeError(f"{prepared.text}: the endpoint failed with code {code} and left no fault")
         return error
 
-    def _noted(self, prepared: Prepared) -> Prepared:
-        self._tie.boards[self.rank].note(prepared.signature, prepared.text)
-        return prepared
-
     def _usable(self, call: str) -> None:
         if self._over:
             raise ClosedError(f"{call}: the communicator {self._over}. Make a new one.")
@@ -405,6 +415,17 @@ def _meeting(group: Any, rank: int | None, ranks: int | None) -> Rendezvous:
     if rank is not None or ranks is not None:
         raise SetupError("Communicator: `rank` and `ranks` go with a Store only; a group knows them.")
     return group if isinstance(group, Rendezvous) else of_group(group)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(f"Communicator: `device` needs to be a torch device; got {device!r}.") from error
+
+
+def _seconds(timeout: object) -> bool:
+    return isinstance(timeout, int | float) and 0 < timeout < float("inf")
 
 
 def _facts(x: Tensor) -> tuple[Any, ...]:

@@ -15,6 +15,10 @@ class ShapeError(PurlinError, ValueError):
     """Shapes, sizes or strides that do not fit the spec."""
 
 
+class ArgumentTypeError(PurlinError, TypeError):
+    """An argument of a Python type that means nothing here."""
+
+
 class DtypeError(PurlinError, TypeError):
     """A dtype this operation cannot take."""
 
@@ -25,6 +29,10 @@ class DeviceError(PurlinError, ValueError):
 
 class AliasError(PurlinError, ValueError):
     """Input and output share storage in a form that is not one of the three allowed."""
+
+
+# Raised before anything is sent: where all ranks raise one alike, the next call works.
+INPUT_ERRORS = (SpecError, ShapeError, ArgumentTypeError, DtypeError, DeviceError, AliasError)
 
 
 class ClosedError(PurlinError, RuntimeError):

@@ -95,6 +95,8 @@ class Heap:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in the arena. Raises ShapeError when no hole is large enough."""
+        if any(extent < 0 for extent in shape):
+            raise ShapeError(f"empty: `shape` needs extents of 0 or more; got {tuple(shape)}.")
         wanted = math.prod(shape) * dtype.itemsize
         taken = -(-max(wanted + self._guard_bytes, 1) // HEAP_ALIGN) * HEAP_ALIGN
         offset = self._take(taken)

@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 import torch
 
 from purlin_core.communicator import Communicator
-from purlin_core.errors import PeerError, SetupError
+from purlin_core.errors import INPUT_ERRORS, PeerError, SetupError
 from purlin_core.rendezvous import LocalRendezvous
 
 T = TypeVar("T")
+
+ALIKE_SECONDS = 0.25  # how long a rank with bad input waits to see whether all ranks have it
 
 
 class LocalWorld:
@@ -23,20 +25,30 @@ class LocalWorld:
     """
 
     def __init__(self, ranks: int, **arguments: Any) -> None:
-        if ranks < 1:
-            raise SetupError(f"LocalWorld: needs at least 1 rank; got {ranks}.")
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+            raise SetupError(f"LocalWorld: needs a count of 1 rank or more; got {ranks!r}.")
         self.ranks = ranks
         meeting = LocalRendezvous.Meeting(ranks)
         self.communicators: list[Communicator] = []
         self.communicators = _on_threads(ranks, lambda rank: Communicator(LocalRendezvous(meeting, rank), **arguments))
 
     def run(self, fn: Callable[[Communicator], T]) -> list[T]:
-        """Raises the first exception of a rank that is not the echo of another's; the other ranks are released by guard()."""
+        """Raises the first exception of a rank that is not the echo of another's. guard() releases the other ranks, and the world is dead.
+
+        Bad input touches no channel: when every rank ends in such an error, the next run works.
+        """
+        everyone = threading.Barrier(self.ranks)
 
         def guarded(rank: int) -> T:
             communicator = self.communicators[rank]
             with communicator.guard():
-                return fn(communicator)
+                try:
+                    return fn(communicator)
+                except INPUT_ERRORS as error:
+                    if not _all_come(everyone):
+                        raise
+                    alike = error
+            raise alike
 
         return _on_threads(self.ranks, guarded)
 
@@ -51,6 +63,14 @@ class LocalWorld:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _all_come(barrier: threading.Barrier) -> bool:
+    try:
+        barrier.wait(ALIKE_SECONDS)
+    except threading.BrokenBarrierError:
+        return False
+    return True
 
 
 def _on_threads(ranks: int, fn: Callable[[int], T]) -> list[T]:

@@ -19,7 +19,7 @@ def parallelize(
     devices: int | Sequence[torch.device | str] | None = None,
     communicator: Carrier | None = None,
 ) -> Handle:
-    """Run the denoiser of a diffusers pipeline (or a bare one) on several ranks, exactly: the same images, in less time.
+    """Run the denoiser of a diffusers pipeline (or a bare one) on several ranks, exactly: the same images. Whether it is faster, `latency` shows.
 
     Under a launcher (torchrun, accelerate launch, purlin_diffusion.launch) each process holds its rank and makes the same calls; inputs come from the
     root. Without one, `devices` says how many devices of this process, or which: worker threads hold replicas, all else stays as it is.

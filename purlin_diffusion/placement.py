@@ -68,6 +68,7 @@ def local_devices(model: nn.Module, devices: int | Sequence[torch.device | str])
     if (
         isinstance(devices, bool)
         or (isinstance(devices, int) and devices < 1)
+        or isinstance(devices, str | float)
         or (not isinstance(devices, int) and not devices)
     ):
         raise ConfigError(f"parallelize: `devices` needs a count of 1 or more, or a list of devices; got {devices!r}.")

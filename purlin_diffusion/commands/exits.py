@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-DONE, FAILED, WRONG_INPUT = 0, 1, 2  # argparse's is the last
+DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130  # argparse's is the third, a shell's of Ctrl-C the last
 
 
 class InputError(Exception):
@@ -18,9 +18,13 @@ def ended(command: str, work: Callable[[], int]) -> int:
         return work()
     except InputError as error:
         return told(command, str(error), WRONG_INPUT)
+    except KeyboardInterrupt:
+        return told(command, "interrupted", INTERRUPTED)
     except Exception as error:
         from purlin_core.errors import PurlinError
 
+        if isinstance(error.__cause__, InputError):  # a rank found it
+            return told(command, str(error.__cause__), WRONG_INPUT)
         if not isinstance(error, PurlinError):
             raise
         return told(command, f"{type(error).__name__}: {error}", FAILED)

@@ -14,7 +14,7 @@ from purlin_diffusion.commands.exits import DONE, InputError, ended
 from purlin_diffusion.commands.machine import cores, versions
 from purlin_diffusion.commands.options import Options, add_model_arguments, check_count, check_writable, read_options
 from purlin_diffusion.commands.picture import Seconds, call, call_arguments, load
-from purlin_diffusion.commands.ranks import here, on_ranks, parallel, place, stats
+from purlin_diffusion.commands.ranks import here, on_ranks, parallel, place
 
 FORMATS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff"}
 SMALL, VIEWABLE = 128, 280  # pixels: pictures below the first are shown at about the second
@@ -97,7 +97,7 @@ def draw(options: Options, out: Path, scale: int | None) -> Report:
             pictures=save(images, out, scale) if root else (),
             arguments=arguments,
             tokens=tuple(dict(counters.tokens) for counters in handle.counters) if handle else (),
-            sent_bytes=tuple(each.sent_bytes for each in stats(handle)) if handle else (),
+            sent_bytes=tuple(each.sent_bytes for each in handle.stats) if handle else (),
         )
 
 

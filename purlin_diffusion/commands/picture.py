@@ -38,7 +38,10 @@ def load(options: Options, device: str) -> Any:
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    return load_pipeline(options.model, dtype=dtype, device=device)
+    try:
+        return load_pipeline(options.model, dtype=dtype, device=device)
+    except OSError as error:  # a hub id that cannot be had, a folder that holds no pipeline
+        raise InputError(f"--model {options.model}: {str(error).strip().splitlines()[0]}") from error
 
 
 def call_arguments(options: Options) -> dict[str, Any]:

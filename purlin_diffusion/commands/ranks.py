@@ -69,8 +69,3 @@ def parallel(pipe: Any, options: Options, **changes: Any) -> Iterator[Any]:
         yield handle
     finally:
         handle.undo()
-
-
-def stats(handle: Any) -> list[Any]:
-    """What each rank of this process has exchanged: sent_bytes, received_bytes, calls."""
-    return [carrier.stats() for session in handle._sessions for carrier in session.carriers]

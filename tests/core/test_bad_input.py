@@ -12,12 +12,15 @@ from torch import Tensor
 
 from purlin_core import (
     AliasError,
+    ArgumentTypeError,
     ClosedError,
     Communicator,
     DeviceError,
     DtypeError,
     LocalWorld,
+    PeerError,
     PurlinError,
+    SetupError,
     ShapeError,
     SpecError,
 )
@@ -199,3 +202,52 @@ def test_a_lot_of_strided_dims_is_refused(world: LocalWorld) -> None:
     x = torch.zeros([4] * 7)[tuple(slice(None, None, 2) for _ in range(7))]
     for error in errors_of(world, lambda comm: comm.redistribute(x, "a@ b c d e f g -> a b c d e f g")):
         assert isinstance(error, ShapeError) and "at most 4 strided dims" in str(error)
+
+
+WRONG_TYPES = {
+    "x as a list": lambda c: c.redistribute([1, 2], "a@ -> a"),
+    "x as None": lambda c: c.all_reduce(None),
+    "spec as a number": lambda c: c.redistribute(torch.ones(2), 5),
+    "sizes as a list": lambda c: c.redistribute(torch.ones(2), "a@ -> a", sizes=[2, 2]),
+    "sizes of None": lambda c: c.redistribute(torch.ones(2), "a@ -> a", sizes={"a": None}),
+    "sizes of floats": lambda c: c.redistribute(torch.ones(2), "a@ -> a", sizes={"a": [2.0, 2.0]}),
+    "one tensor for a list": lambda c: c.exchange(torch.ones(2, 2), "a@ -> a"),
+    "a halo of floats": lambda c: c.halo(torch.ones(2, 2), 0, 1.5),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_a_wrong_type_is_named_and_the_next_run_works(name: str) -> None:
+    """Raised out of LocalWorld.run, not caught inside it: all ranks raise alike, so the world lives."""
+    with LocalWorld(2, timeout=10) as world:
+        with pytest.raises(ArgumentTypeError):
+            world.run(WRONG_TYPES[name])
+        assert [float(x[0]) for x in world.run(lambda c: c.all_reduce(torch.ones(2)))] == [2.0, 2.0]
+
+
+def test_bad_input_of_one_rank_ends_the_world_by_name() -> None:
+    def one_is_wrong(c: Communicator) -> None:
+        c.redistribute(torch.ones(2, 2) if c.rank else torch.ones(2), "a@ -> a")
+
+    with LocalWorld(2, timeout=10) as world:
+        with pytest.raises(ShapeError):
+            world.run(one_is_wrong)
+        with pytest.raises(PeerError, match="ShapeError"):
+            world.run(lambda c: c.barrier())
+
+
+@pytest.mark.parametrize("ranks", ["2", 2.0, None, True, 0])
+def test_a_world_needs_a_count(ranks: object) -> None:
+    with pytest.raises(SetupError, match="count"):
+        LocalWorld(ranks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("terms", [{"timeout": None}, {"timeout": float("nan")}, {"timeout": 0}, {"heap_bytes": -1}])
+def test_terms_that_cannot_be_are_refused(terms: dict[str, object]) -> None:
+    with pytest.raises(SetupError, match="timeout"):
+        LocalWorld(1, **terms)
+
+
+def test_an_output_of_negative_extent_is_refused() -> None:
+    with LocalWorld(1, heap_bytes=4096) as world, pytest.raises(ShapeError, match="0 or more"):
+        world.communicators[0].empty((-1,))

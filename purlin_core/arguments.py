@@ -1,0 +1,61 @@
+"""The Python types of a call's arguments, looked at when a call has failed on them: a call that works does not pay for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from purlin_core.errors import ArgumentTypeError
+
+MOST_ROWS = 1 << 48
+
+
+def check_types(call: str, tensors: Any, out: Any, specs: Any, sizes: Any) -> None:
+    """Raise ArgumentTypeError for the first argument that is not of its type; do nothing when all are."""
+    _check_tensors(call, "tensors", tensors)
+    if out is not None:
+        _check_tensors(call, "out", out)
+    texts = [specs] if isinstance(specs, str) else specs
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise _wrong(call, "spec", "a spec string, or one a tensor", specs)
+    if sizes is None:
+        return
+    if not isinstance(sizes, Mapping):
+        raise _wrong(call, "sizes", "a mapping from names to rows", sizes)
+    for name, rows in sizes.items():
+        counts = rows if isinstance(rows, Sequence) and not isinstance(rows, str) else [rows]
+        if not all(isinstance(n, int) and 0 <= n < MOST_ROWS for n in counts):
+            raise _wrong(
+                call, f"sizes[{name!r}]", f"row counts, integers from 0 to 2**{MOST_ROWS.bit_length() - 1}", rows
+            )
+
+
+def check_sequence(call: str, tensors: Any) -> None:
+    """A single tensor is a sequence of its rows to Python, and not to us."""
+    if isinstance(tensors, Tensor):
+        raise ArgumentTypeError(
+            f"{call}: `tensors` needs a list of tensors; got one tensor. Pass [x], or call redistribute."
+        )
+
+
+def check_halo(dim: Any, rows: Any) -> None:
+    """`dim` is an integer, `rows` one or two."""
+    both = rows if isinstance(rows, tuple) and len(rows) == 2 else (rows,)
+    if not all(isinstance(n, int) for n in (dim, *both)):
+        raise ArgumentTypeError(
+            f"halo: needs `dim` an integer, `rows` one or (before, after); got dim={dim!r}, rows={rows!r}."
+        )
+
+
+def _check_tensors(call: str, name: str, tensors: Any) -> None:
+    if not isinstance(tensors, Sequence):
+        raise _wrong(call, name, "a list of tensors", tensors)
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            raise _wrong(call, "x" if name == "tensors" and len(tensors) == 1 else name, "torch tensors", x)
+
+
+def _wrong(call: str, name: str, needed: str, came: Any) -> ArgumentTypeError:
+    return ArgumentTypeError(f"{call}: `{name}` needs {needed}; got {came!r:.80} of type {type(came).__name__}.")
