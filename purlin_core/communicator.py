@@ -71,7 +71,7 @@ class Communicator:
             )
         if not (_seconds(timeout) and _seconds(setup_timeout) and isinstance(heap_bytes, int) and heap_bytes >= 0):
             came = f"timeout={timeout!r}, setup_timeout={setup_timeout!r}, heap_bytes={heap_bytes!r}"
-            raise SetupError(f"Communicator: needs timeouts of some seconds and heap_bytes >= 0; got {came}.")
+            raise SetupError(f"Communicator: needs positive timeouts in seconds and heap_bytes >= 0; got {came}.")
         meeting = _meeting(group, rank, ranks)
         if meeting.ranks > MAX_RANKS:
             raise SetupError(
