@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 
 # Before anything imports torch: ranks share one small machine, and two OpenMP pools on two cores cost seconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,6 +12,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+
+# A run in the background of a shell ignores Ctrl-C, and so would the ranks whose interrupts are tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
