@@ -7,17 +7,7 @@
 
 namespace purlin {
 
-Geometry geometry_of(int ranks, int teams, int slots, i64 slot_bytes, i64 window_bytes, i64 heap_bytes) {
-  Geometry g{};
-  g.ranks = ranks;
-  g.teams = teams;
-  g.slots = slots;
-  g.slot_bytes = slot_bytes;
-  g.window_bytes = window_bytes;
-  g.window_stored = cpu::lines_of(window_bytes) * cpu::line_bytes;
-  g.heap_bytes = heap_bytes;
-  return lay_out(g);
-}
+i64 stored_bytes(i64 window_bytes) { return cpu::lines_of(window_bytes) * cpu::line_bytes; }
 
 std::shared_ptr<const Item> keep_items(const std::vector<Item>& items) {
   return {std::shared_ptr<const Item>(), items.data()};

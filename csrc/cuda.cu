@@ -249,17 +249,7 @@ std::shared_ptr<const Item> keep_items(const std::vector<Item>& items) {
   return {there, [](const Item* p) { cudaFree(const_cast<Item*>(p)); }};
 }
 
-Geometry geometry_of(int ranks, int teams, int slots, i64 slot_bytes, i64 window_bytes, i64 heap_bytes) {
-  Geometry g{};
-  g.ranks = ranks;
-  g.teams = teams;
-  g.slots = slots;
-  g.slot_bytes = slot_bytes;
-  g.window_bytes = window_bytes;
-  g.window_stored = ceil_div(window_bytes, gpu::payload_bytes) * gpu::line_bytes;
-  g.heap_bytes = heap_bytes;
-  return lay_out(g);
-}
+i64 stored_bytes(i64 window_bytes) { return ceil_div(window_bytes, gpu::payload_bytes) * gpu::line_bytes; }
 
 // ---- the end of a communicator
 

@@ -1,4 +1,4 @@
-// Plans on the host: what planning wrote in numbers becomes a Call, cut into chunks. The same for every Atom.
+// Geometries and plans on the host: what planning wrote in numbers becomes a Call, cut into chunks. The same for every Atom.
 #include "purlin/endpoint.hpp"
 
 #include <stdexcept>
@@ -20,6 +20,18 @@ void for_each_route(Call& call, F f) {
 std::size_t first_of(const Route& route) { return reinterpret_cast<std::size_t>(route.items); }
 
 }  // namespace
+
+Geometry geometry_of(int ranks, int teams, int slots, i64 slot_bytes, i64 window_bytes, i64 heap_bytes) {
+  Geometry g{};
+  g.ranks = ranks;
+  g.teams = teams;
+  g.slots = slots;
+  g.slot_bytes = slot_bytes;
+  g.window_bytes = window_bytes;
+  g.window_stored = stored_bytes(window_bytes);
+  g.heap_bytes = heap_bytes;
+  return lay_out(g);
+}
 
 Plan::Plan(const PlanText& text, const Geometry& geometry)
     : input_spans_(text.input_spans), output_spans_(text.output_spans), overlap_allowed_(text.overlap_allowed) {

@@ -34,6 +34,7 @@ PROTOCOL_ALONE = """#include "purlin/atom/model.hpp"
 """
 
 SNAC = "snac.hpp"
+ENTRY, RING, STAGED, PACKETS, DIRECT = (f"snac/{name}.hpp" for name in ("entry", "ring", "staged", "packets", "direct"))
 CPU = "atom/cpu.hpp"
 CHANNEL = "channel.hpp"
 MOVES = "moves.hpp"
@@ -88,52 +89,52 @@ DIRECT_COPY = "    for (int p = 0; ok && p < c.peers(); ++p) push(p);\n"
 DIRECT_NOTIFY = "    if (ok) a.notify(c.peers(), [&](int p) { return at().live(c.pair[p].send) ? ready(p) : Mark{}; });\n"
 
 PROTOCOL = (
-    mutant("ring: no wait for credit", SNAC, MODEL, ("live(p) ? credit(p, step) : Mark{}", "Mark{}")),
-    mutant("ring: one credit too many", SNAC, MODEL, ("credit_for(sent(p, step), c.geo", "credit_for(sent(p, step) - 1, c.geo")),
-    mutant("ring: notify before the copy", SNAC, MODEL, swap(RING_COPY, RING_NOTIFY)),
-    mutant("ring: no notify", SNAC, MODEL, drop(RING_NOTIFY)),
-    mutant("ring: no wait for the message", SNAC, MODEL, (".empty() ? Mark{} : ready_in(p, step)", ".empty() ? Mark{} : Mark{}")),
-    mutant("ring: slots never freed", SNAC, MODEL, (".empty() ? Mark{} : freed_out(p, step)", ".empty() ? Mark{} : Mark{}")),
-    mutant("ring: one message too many is freed", SNAC, MODEL, ("taken(p, step) + 1}; }", "taken(p, step) + 2}; }")),
-    mutant("ring: sent not kept", SNAC, MODEL, ("sent(p, route(p).messages(a.team(), a.teams()))", "sent(p, 0)")),
-    mutant("ring: taken not kept", SNAC, MODEL, ("taken(p, route(p).messages(a.team(), a.teams()))", "taken(p, 0)")),
-    mutant("ring: the other direction's signature", SNAC, MODEL,
+    mutant("ring: no wait for credit", RING, MODEL, ("live(p) ? credit(p, step) : Mark{}", "Mark{}")),
+    mutant("ring: one credit too many", RING, MODEL, ("credit_for(sent(p, step), c.geo", "credit_for(sent(p, step) - 1, c.geo")),
+    mutant("ring: notify before the copy", RING, MODEL, swap(RING_COPY, RING_NOTIFY)),
+    mutant("ring: no notify", RING, MODEL, drop(RING_NOTIFY)),
+    mutant("ring: no wait for the message", RING, MODEL, (".empty() ? Mark{} : ready_in(p, step)", ".empty() ? Mark{} : Mark{}")),
+    mutant("ring: slots never freed", RING, MODEL, (".empty() ? Mark{} : freed_out(p, step)", ".empty() ? Mark{} : Mark{}")),
+    mutant("ring: one message too many is freed", RING, MODEL, ("taken(p, step) + 1}; }", "taken(p, step) + 2}; }")),
+    mutant("ring: sent not kept", RING, MODEL, ("sent(p, route(p).messages(a.team(), a.teams()))", "sent(p, 0)")),
+    mutant("ring: taken not kept", RING, MODEL, ("taken(p, route(p).messages(a.team(), a.teams()))", "taken(p, 0)")),
+    mutant("ring: the other direction's signature", RING, MODEL,
            ("tag(taken(p, step), c.pair[p].receive_signature)", "tag(taken(p, step), c.pair[p].send_signature)")),
-    mutant("copy: freed before it is read", SNAC, MODEL, swap(COPY_OUT, COPY_FREE)),
-    mutant("copy: the source goes on after a failed wait", SNAC, MODEL, ("if (ok) ok = ring().send(", "ring().send(")),
-    mutant("copy: the reader goes on after a failed wait", SNAC, MODEL,
+    mutant("copy: freed before it is read", STAGED, MODEL, swap(COPY_OUT, COPY_FREE)),
+    mutant("copy: the source goes on after a failed wait", STAGED, MODEL, ("if (ok) ok = ring().send(", "ring().send(")),
+    mutant("copy: the reader goes on after a failed wait", STAGED, MODEL,
            ("if (!ok || !(ok = ring().arrived(i, Receiving{c}))) return;", "ring().arrived(i, Receiving{c});")),
     mutant("copy: as many messages behind as slots", SNAC, MODEL, ("a.both(c.lag, Consume<A>", "a.both(c.geometry.slots, Consume<A>")),
-    mutant("reduce: freed before it is read", SNAC, MODEL, swap(SUM, SUM_FREE)),
+    mutant("reduce: freed before it is read", STAGED, MODEL, swap(SUM, SUM_FREE)),
     mutant("reduce: as many messages behind as slots", SNAC, MODEL, ("a.both(c.lag, Reduce<A>", "a.both(c.geometry.slots, Reduce<A>")),
-    mutant("all-reduce: one ring for both halves", SNAC, MODEL, ("gather{a, c, Use::gather}", "gather{a, c, Use::ring}"),
+    mutant("all-reduce: one ring for both halves", STAGED, MODEL, ("gather{a, c, Use::gather}", "gather{a, c, Use::ring}"),
            ("Use::gather}.send(", "Use::ring}.send("), ("Use::gather}.count_sent(", "Use::ring}.count_sent(")),
-    mutant("all-reduce: sent on before it is summed", SNAC, MODEL,
+    mutant("all-reduce: sent on before it is summed", STAGED, MODEL,
            ("reduce.step(i); if (reduce.ok) reduce.ok = Ring", "if (i > 0) reduce.step(i - 1); if (reduce.ok) reduce.ok = Ring")),
-    mutant("all-reduce: the input is sent on", SNAC, MODEL, ("send(i, OwnSum{c}, c.output)", "send(i, Own{c}, c.output)")),
-    mutant("all-reduce: sums on after a failed gather", SNAC, MODEL, drop("reduce.ok = gather.ok;")),
+    mutant("all-reduce: the input is sent on", STAGED, MODEL, ("send(i, OwnSum{c}, c.output)", "send(i, Own{c}, c.output)")),
+    mutant("all-reduce: sums on after a failed gather", STAGED, MODEL, drop("reduce.ok = gather.ok;")),
     mutant("all-reduce: as many messages behind as slots", SNAC, MODEL,
            ("a.both(c.lag, ReduceThenGather<A>", "a.both(c.geometry.slots, ReduceThenGather<A>")),
-    mutant("packet: no wait for credit", SNAC, MODEL,
+    mutant("packet: no wait for credit", PACKETS, MODEL,
            ("return Mark{all().mine().freed(p, a.team(), Use::packet), credit_for(all().sent(p), packet_slots)};", "return Mark{};")),
-    mutant("packet: one credit too many", SNAC, MODEL, ("credit_for(all().sent(p), packet", "credit_for(all().sent(p) - 1, packet")),
-    mutant("packet: credit before the packet is taken", SNAC, MODEL, ("Use::packet), all().taken(p)}", "Use::packet), all().taken(p) + 1}")),
-    mutant("packet: credit never paid", SNAC, MODEL,
+    mutant("packet: one credit too many", PACKETS, MODEL, ("credit_for(all().sent(p), packet", "credit_for(all().sent(p) - 1, packet")),
+    mutant("packet: credit before the packet is taken", PACKETS, MODEL, ("Use::packet), all().taken(p)}", "Use::packet), all().taken(p) + 1}")),
+    mutant("packet: credit never paid", PACKETS, MODEL,
            ("return Mark{all().theirs(p).freed(c.as_seen_by(p), a.team(), Use::packet), all().taken(p)};", "return Mark{};")),
-    mutant("packet: the roles do not meet", SNAC, MODEL, ("copy_own(a, c, 0); a.meet();", "copy_own(a, c, 0);"),
+    mutant("packet: the roles do not meet", PACKETS, MODEL, ("copy_own(a, c, 0); a.meet();", "copy_own(a, c, 0);"),
            ("a.meet(); if (c.kind == Kind::copy)", "if (c.kind == Kind::copy)")),
-    mutant("packet: sent not kept", SNAC, MODEL, ("all().sent(p) + !all().cut(c.pair[p].send).empty()}", "all().sent(p)}")),
-    mutant("packet: taken not kept", SNAC, MODEL, ("all().taken(p) + !all().cut(due(p)).empty()}", "all().taken(p)}")),
-    mutant("direct: no wait for the grant", SNAC, MODEL, ("k < c.grants; ++k) ok = granted(k)", "k < 0; ++k) ok = granted(k)")),
-    mutant("direct: only the first grant is waited for", SNAC, MODEL, ("k < c.grants; ++k) ok = granted(k)", "k < 1; ++k) ok = granted(k)")),
-    mutant("direct: no grant", SNAC, MODEL, ("? offer(p, k) : GrantMark{}", "? GrantMark{} : GrantMark{}")),
-    mutant("direct: notify before the copy", SNAC, MODEL, swap(DIRECT_COPY, DIRECT_NOTIFY)),
-    mutant("direct: no notify", SNAC, MODEL, drop(DIRECT_NOTIFY)),
-    mutant("direct: no wait for the message", SNAC, MODEL, drop("a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});")),
-    mutant("direct: sent not kept", SNAC, MODEL, ("at().sent(p) + at().live(c.pair[p].send)}", "at().sent(p)}")),
-    mutant("direct: taken not kept", SNAC, MODEL, ("at().taken(p) + at().live(c.pair[p].receive)}", "at().taken(p)}")),
-    mutant("post: never told", SNAC, MODEL, ("if (a.team() != 0) return;", "if (a.team() >= 0) return;")),
-    mutant("post: a call too early", SNAC, MODEL, ("tag(c.progress->calls, c.sig", "tag(c.progress->calls + 1, c.sig")),
+    mutant("packet: sent not kept", PACKETS, MODEL, ("all().sent(p) + !all().cut(c.pair[p].send).empty()}", "all().sent(p)}")),
+    mutant("packet: taken not kept", PACKETS, MODEL, ("all().taken(p) + !all().cut(due(p)).empty()}", "all().taken(p)}")),
+    mutant("direct: no wait for the grant", DIRECT, MODEL, ("k < c.grants; ++k) ok = granted(k)", "k < 0; ++k) ok = granted(k)")),
+    mutant("direct: only the first grant is waited for", DIRECT, MODEL, ("k < c.grants; ++k) ok = granted(k)", "k < 1; ++k) ok = granted(k)")),
+    mutant("direct: no grant", DIRECT, MODEL, ("? offer(p, k) : GrantMark{}", "? GrantMark{} : GrantMark{}")),
+    mutant("direct: notify before the copy", DIRECT, MODEL, swap(DIRECT_COPY, DIRECT_NOTIFY)),
+    mutant("direct: no notify", DIRECT, MODEL, drop(DIRECT_NOTIFY)),
+    mutant("direct: no wait for the message", DIRECT, MODEL, drop("a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});")),
+    mutant("direct: sent not kept", DIRECT, MODEL, ("at().sent(p) + at().live(c.pair[p].send)}", "at().sent(p)}")),
+    mutant("direct: taken not kept", DIRECT, MODEL, ("at().taken(p) + at().live(c.pair[p].receive)}", "at().taken(p)}")),
+    mutant("post: never told", ENTRY, MODEL, ("if (a.team() != 0) return;", "if (a.team() >= 0) return;")),
+    mutant("post: a call too early", ENTRY, MODEL, ("tag(c.progress->calls, c.sig", "tag(c.progress->calls + 1, c.sig")),
 )
 
 ADDRESSES = (
@@ -222,6 +223,10 @@ def stale(mutants: Sequence[Mutant]) -> Iterator[str]:
                 yield f"{m.name}: in {m.file} its old text stands {found} times: {old.strip().splitlines()[0]}"
 
 
+def is_protocol(m: Mutant) -> bool:
+    return m.file.startswith("snac")
+
+
 def plant(m: Mutant, folder: Path) -> None:
     shutil.copytree(ROOT / "csrc/purlin", folder / "csrc/purlin", ignore=shutil.ignore_patterns("*.cuh"))
     path = folder / "csrc/purlin" / m.file
@@ -243,7 +248,7 @@ def run_quietly(command: Sequence[str]) -> str:
 
 
 def compile_rest(folder: Path) -> str:
-    """The model test without the protocol, once: mutants of snac.hpp bring only that."""
+    """The model test without the protocol, once: mutants of the protocol bring only that."""
     (folder / "declared.hpp").write_text(PROTOCOL_ALONE.format(extern="extern "))
     source = ROOT / "tests/cpp/model.cpp"
     command = [*compiler("model", ROOT), "-include", str(folder / "declared.hpp"), "-c", str(source)]
@@ -253,7 +258,7 @@ def compile_rest(folder: Path) -> str:
 def compile_test(m: Mutant, folder: Path, rest: Path) -> str:
     program = m.caught_by[0]
     sources = [ROOT / "tests/cpp" / f"{program}.cpp"]
-    if m.file == SNAC and program == "model":
+    if is_protocol(m) and program == "model":
         (folder / "protocol.cpp").write_text(PROTOCOL_ALONE.format(extern=""))
         sources = [folder / "protocol.cpp", rest / "rest.o"]
     return run_quietly([*compiler(program, folder), *map(str, sources), "-o", str(folder / program)])
@@ -289,12 +294,12 @@ def judge(m: Mutant, rest: Path) -> Verdict:
 
 def show(v: Verdict, width: int) -> str:
     how = v.how[:70] if v.how else "SURVIVES"
-    return f"{v.mutant.name:<{width}}  {v.mutant.file:<12}  {v.mutant.caught_by[0]:<5}  {v.seeds:>5}  {v.seconds:5.1f} s  {how}"
+    return f"{v.mutant.name:<{width}}  {v.mutant.file:<16}  {v.mutant.caught_by[0]:<5}  {v.seeds:>5}  {v.seconds:5.1f} s  {how}"
 
 
 def verdicts(chosen: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:
     with tempfile.TemporaryDirectory(prefix="mutants-") as name, ThreadPoolExecutor(jobs) as pool:
-        complaint = compile_rest(Path(name)) if any(m.file == SNAC for m in chosen) else ""
+        complaint = compile_rest(Path(name)) if any(map(is_protocol, chosen)) else ""
         if complaint:
             sys.exit(f"mutants: tests/cpp/model.cpp does not compile:\n{complaint}")
         for done in as_completed([pool.submit(judge, m, Path(name)) for m in chosen]):
@@ -324,7 +329,7 @@ def main() -> int:
         return 1
     began, survivors = time.monotonic(), 0
     width = max(len(m.name) for m in chosen)
-    print(f"{'mutant':<{width}}  {'file':<12}  test   seeds     time  how it was noticed")
+    print(f"{'mutant':<{width}}  {'file':<16}  test   seeds     time  how it was noticed")
     for k, verdict in enumerate(verdicts(chosen, args.jobs), 1):
         survivors += not verdict.how
         print(show(verdict, width), flush=True)

@@ -161,9 +161,11 @@ def only_bindings_know_python(root: Path) -> Iterator[str]:
 
 
 def snac_has_no_conditional(root: Path) -> Iterator[str]:
-    for number, line in enumerate(code_of(root / "csrc/purlin/snac.hpp").splitlines(), 1):
-        if re.match(r"\s*#\s*(if|ifdef|ifndef|else|elif|endif)\b", line):
-            yield f"snac.hpp:{number} {line.strip()}"
+    for file in native_files(root):
+        if file.name == "snac.hpp" or file.parent.name == "snac":
+            for number, line in enumerate(code_of(file).splitlines(), 1):
+                if re.match(r"\s*#\s*(if|ifdef|ifndef|else|elif|endif)\b", line):
+                    yield f"{file}:{number} {line.strip()}"
 
 
 def snac_and_atoms_do_not_meet(root: Path) -> Iterator[str]:
@@ -171,8 +173,9 @@ def snac_and_atoms_do_not_meet(root: Path) -> Iterator[str]:
     for file in native_files(root):
         names = reach(file)
         atoms = sorted(filter(is_atom, names))
-        if "snac.hpp" in names and atoms and file.name not in {"cpu.cpp", "cuda.cu"}:
-            yield f"{file} sees snac.hpp and {', '.join(atoms)}"
+        protocol = sorted(name for name in names if name == "snac.hpp" or name.startswith("snac/"))
+        if protocol and atoms and file.name not in {"cpu.cpp", "cuda.cu"}:
+            yield f"{file} sees {protocol[0]} and {', '.join(atoms)}"
 
 
 def conditionals_and_assembly_have_one_home(root: Path) -> Iterator[str]:
@@ -215,6 +218,8 @@ BREACHES: list[tuple[Rule, str, str]] = [
     (only_bindings_know_python, "csrc/purlin/moves.hpp", "#include <torch/extension.h>"),
     (only_bindings_know_python, "csrc/purlin/moves.hpp", '#include "nanobind/nanobind.h"'),
     (snac_has_no_conditional, "csrc/purlin/snac.hpp", "#if defined(__CUDACC__)\n#endif"),
+    (snac_has_no_conditional, "csrc/purlin/snac/ring.hpp", "#ifdef NDEBUG\n#endif"),
+    (snac_and_atoms_do_not_meet, "csrc/purlin/snac/ring.hpp", '#include "../atom/planted.hpp"'),
     (snac_and_atoms_do_not_meet, "csrc/purlin/snac.hpp", '#include "atom/planted.hpp"'),
     (snac_and_atoms_do_not_meet, "csrc/purlin/atom/planted.hpp", '#include "../snac.hpp"'),
     (snac_and_atoms_do_not_meet, "csrc/bindings.cpp", '#include "purlin/snac.hpp"\n#include "purlin/atom/planted.hpp"'),

@@ -88,7 +88,8 @@ class Endpoint {
 // Ranks of one process on one device: their calls run as one. Each rank still makes its own, from a thread of its own. Nothing to the CPU.
 void fuse(const std::vector<Endpoint*>& ranks);
 
-// The geometry of this module's Atom: how many bytes a packet line takes is the Atom's own.
+// Memory of a packet window, tags included: how long a line is, is the Atom's own. csrc/cpu.cpp, csrc/cuda.cu.
+i64 stored_bytes(i64 window_bytes);
 Geometry geometry_of(int ranks, int teams, int slots, i64 slot_bytes, i64 window_bytes, i64 heap_bytes);
 
 }  // namespace purlin

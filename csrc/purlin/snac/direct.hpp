@@ -1,0 +1,85 @@
+// Direct: the reader grants its outputs on entry, the source writes them.
+#pragma once
+#include "entry.hpp"
+
+namespace purlin::snac {
+
+template <class A>
+struct Direct {
+  A& a;
+  const Call& c;
+
+  PURLIN_FN Word& sent(int p) const { return c.count(p, a.team()).sent[static_cast<int>(Use::direct)]; }
+  PURLIN_FN Word& taken(int p) const { return c.count(p, a.team()).taken[static_cast<int>(Use::direct)]; }
+  PURLIN_FN bool live(const Route& route) const { return !route.range(0, a.team(), a.teams()).empty(); }
+  PURLIN_FN Inbox mine() const { return {c.geometry, c.own_arena()}; }
+  PURLIN_FN Inbox theirs(int p) const { return {c.geometry, c.peer_arena(p)}; }
+  PURLIN_FN Grant* grant_in(int p) const { return mine().grants(p, a.team()); }
+};
+
+template <class A>
+struct StageDirect {
+  A& a;
+  const Call& c;
+  bool ok = true;
+
+  PURLIN_FN void open() {}
+  PURLIN_FN int steps() const { return 1; }
+  PURLIN_FN void step(int) {
+    copy_own(a, c, 0);
+    for (int k = 0; ok && k < c.grants; ++k) ok = granted(k);
+    for (int p = 0; ok && p < c.peers(); ++p) push(p);
+    if (ok) a.notify(c.peers(), [&](int p) { return at().live(c.pair[p].send) ? ready(p) : Mark{}; });
+  }
+  PURLIN_FN void close() {
+    a.keep(c.peers(), [&](int p) { return Mark{&at().sent(p), at().sent(p) + at().live(c.pair[p].send)}; });
+  }
+  PURLIN_FN Direct<A> at() const { return {a, c}; }
+  PURLIN_FN bool granted(int k) {
+    auto grant = [&](int p) {
+      if (!at().live(c.pair[p].send)) return Mark{};
+      return Mark{&at().grant_in(p)[k].tag, tag(at().sent(p), c.pair[p].send_signature)};
+    };
+    return a.expect(c.peers(), grant, {Where::What::grant, Use::direct, k}) == Arrival::yes;
+  }
+  PURLIN_FN void push(int p) {
+    const Pair& pair = c.pair[p];
+    Range range = pair.send.range(0, a.team(), a.teams());
+    if (range.empty()) return;
+    a.copy(in_granted(pair.remote, c.peer_arena(p), at().grant_in(p)), in_tensors(pair.send, c.input), range);
+  }
+  PURLIN_FN Mark ready(int p) const {
+    return {at().theirs(p).ready(c.as_seen_by(p), a.team(), Use::direct, 0),
+            tag(at().sent(p), c.pair[p].send_signature)};
+  }
+};
+
+template <class A>
+struct ConsumeDirect {
+  A& a;
+  const Call& c;
+
+  PURLIN_FN void open() {
+    announce(a, c);
+    for (int k = 0; k < c.grants; ++k)
+      a.grant(c.peers(), [&](int p) { return at().live(c.pair[p].receive) ? offer(p, k) : GrantMark{}; });
+  }
+  PURLIN_FN int steps() const { return 1; }
+  PURLIN_FN void step(int) {
+    auto ready = [&](int p) {
+      if (!at().live(c.pair[p].receive)) return Mark{};
+      return Mark{at().mine().ready(p, a.team(), Use::direct, 0), tag(at().taken(p), c.pair[p].receive_signature)};
+    };
+    a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});
+  }
+  PURLIN_FN void close() {
+    a.keep(c.peers(), [&](int p) { return Mark{&at().taken(p), at().taken(p) + at().live(c.pair[p].receive)}; });
+  }
+  PURLIN_FN Direct<A> at() const { return {a, c}; }
+  PURLIN_FN GrantMark offer(int p, int k) const {
+    Grant* line = at().theirs(p).grants(c.as_seen_by(p), a.team()) + k;
+    return {line, {static_cast<Word>(c.output[k] - c.own_arena()), tag(at().taken(p), c.pair[p].receive_signature)}};
+  }
+};
+
+}  // namespace purlin::snac

@@ -1,0 +1,89 @@
+// Staged: copies, reductions and joined all-reduces through rings. The notify follows the copies, the credit follows the reader.
+#pragma once
+#include "entry.hpp"
+#include "ring.hpp"
+
+namespace purlin::snac {
+
+template <class A>
+struct Stage {
+  A& a;
+  const Call& c;
+  bool ok = true;
+
+  PURLIN_FN void open() {}
+  PURLIN_FN int steps() const { return c.steps; }
+  PURLIN_FN void step(int i) {
+    if (ok) ok = ring().send(i, Sending{c}, c.input);
+    if (ok) copy_own(a, c, i);
+  }
+  PURLIN_FN void close() { ring().count_sent(Sending{c}); }
+  PURLIN_FN Ring<A> ring() const { return {a, c, Use::ring}; }
+};
+
+template <class A>
+struct Consume {
+  A& a;
+  const Call& c;
+  Use use = Use::ring;
+  bool ok = true;
+
+  PURLIN_FN void open() { announce(a, c); }
+  PURLIN_FN int steps() const { return c.steps; }
+  PURLIN_FN void step(int i) {
+    if (!ok || !(ok = ring().arrived(i, Receiving{c}))) return;
+    for (int p = 0; p < c.peers(); ++p) {
+      Range range = ring().cut(Receiving{c}, p, i);
+      if (!range.empty())
+        a.copy(in_tensors(c.pair[p].receive, c.output), in_slot(ring().slot_in(p, i), range.lo), range);
+    }
+    ring().let_go(i, Receiving{c});
+  }
+  PURLIN_FN void close() { ring().count_taken(Receiving{c}); }
+  PURLIN_FN Ring<A> ring() const { return {a, c, use}; }
+};
+
+template <class A>
+struct Reduce {
+  A& a;
+  const Call& c;
+  bool ok = true;
+
+  PURLIN_FN void open() { announce(a, c); }
+  PURLIN_FN int steps() const { return c.steps; }
+  PURLIN_FN void step(int i) {
+    Range range = c.own_from.range(i, a.team(), a.teams());
+    if (range.empty() || !ok || !(ok = ring().arrived(i, Own{c}))) return;
+    auto slot = [&](int k) -> const char* { return ring().slot_in(c.peer_of(k), i); };
+    a.reduce(in_tensors(c.own_to, c.output), in_tensors(c.own_from, c.input), c.ranks, slot, c.rank, range, c.sum);
+    ring().let_go(i, Own{c});
+  }
+  PURLIN_FN void close() { ring().count_taken(Own{c}); }
+  PURLIN_FN Ring<A> ring() const { return {a, c, Use::ring}; }
+};
+
+// Step i: reduce chunk i of my slice and send the sum on a second ring; take chunk i - lag of the others' slices. One ring for both would deadlock.
+template <class A>
+struct ReduceThenGather {
+  A& a;
+  const Call& c;
+  Reduce<A> reduce{a, c};
+  Consume<A> gather{a, c, Use::gather};
+
+  PURLIN_FN void open() { announce(a, c); }
+  PURLIN_FN int steps() const { return c.steps + c.lag; }
+  PURLIN_FN void step(int i) {
+    reduce.step(i);
+    if (reduce.ok) reduce.ok = Ring<A>{a, c, Use::gather}.send(i, OwnSum{c}, c.output);
+    if (!reduce.ok || i < c.lag) return;
+    gather.step(i - c.lag);
+    reduce.ok = gather.ok;
+  }
+  PURLIN_FN void close() {
+    reduce.close();
+    Ring<A>{a, c, Use::gather}.count_sent(OwnSum{c});
+    gather.close();
+  }
+};
+
+}  // namespace purlin::snac
