@@ -26,6 +26,7 @@ from purlin_core.spec import Op, Sizes
 from purlin_core.tune import Scratch, cpu_scratch, most_teams
 
 MAX_RANKS = 16
+MOST_PLANS = 4096  # kept; a plan takes a few KiB
 _OVERLAP, _CONCURRENT = 16, 17  # Outcome in csrc/purlin/endpoint.hpp
 
 
@@ -345,6 +346,9 @@ class Communicator:
 
     def _planned(self, key: Any, prepared: Prepared) -> Prepared:
         self._tie.boards[self.rank].note(prepared.signature, prepared.text)
+        if len(self._plans) >= MOST_PLANS:  # a stream of ever new shapes: begin anew
+            self._before = self.stats()
+            self._plans.clear()
         self._plans[key] = prepared
         return prepared
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from purlin_core import Communicator
+from purlin_core import Communicator, LocalWorld
 from purlin_core.explain import formulas
 from purlin_core.prepare import Prepared
 from purlin_core.spec import Sizes, Spec
@@ -171,3 +171,19 @@ def test_stats_say_what_was_really_allocated(ranks: int) -> None:
             assert stats.heap_bytes == 1 << 20
             assert stats.scratch_bytes + stats.heap_bytes == comm._tie._ending.mapped[comm.rank][0].bytes
             assert stats.scratch_bytes <= (11 << 20 if ranks <= 2 else 44 << 20)
+
+
+def test_stats_survive_more_shapes_than_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("purlin_core.communicator.MOST_PLANS", 3)
+    with LocalWorld(2) as world:
+
+        def gather(c: Communicator) -> None:
+            for rows in (1, 2, 3, 4, 5, 1, 2):
+                out = c.redistribute(torch.full((rows,), float(c.rank)), "n@ -> n")
+                assert out.tolist() == [0.0] * rows + [1.0] * rows
+
+        world.run(gather)
+        for communicator in world.communicators:
+            assert len(communicator._plans) <= 3
+            stats = communicator.stats()
+            assert (stats.calls, stats.sent_bytes, stats.received_bytes) == (7, 4 * 18, 4 * 18)
