@@ -22,7 +22,7 @@ native := $(shell find csrc -name '*.?pp' -o -name '*.cu' -o -name '*.cuh')
 python_code := purlin_core purlin_diffusion pipelines scripts tests
 run_each = for program in $(1); do echo "== $$program"; $(2) "$$program"; done
 
-.PHONY: help demo test check format headers cuda model tsan mutants wheel bench build clean distclean
+.PHONY: help demo test gpu check format headers cuda lint model tsan mutants device sanitize wheel bench build clean distclean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,24 +33,29 @@ demo: build ## Draw a digit on two ranks; prints where the picture lies and the 
 test: $(VENV)/.dev build ## The tests; PYTEST_FLAGS="-k spec -x" chooses
 	$(bin)/python -m pytest $(PYTEST_FLAGS)
 
+gpu: $(VENV)/.dev build ## The tests that need a GPU, here a must
+	$(bin)/python -m pytest tests/gpu --require gpu $(PYTEST_FLAGS)
+
 check: $(VENV)/.dev ## Lint, format, types, layers: seconds
 	$(bin)/ruff check --quiet .
 	$(bin)/ruff format --quiet --check .
-	$(bin)/clang-format --dry-run --Werror $(native) $(wildcard tests/cpp/*.?pp)
+	$(bin)/clang-format --dry-run --Werror $(native) $(wildcard tests/cpp/*.?pp tests/cpp/*.cu*)
 	$(bin)/mypy
 	$(bin)/python -m pytest -q tests/test_architecture.py
 
 format: $(VENV)/.dev ## Lay out Python and C++ as `check` wants it
 	$(bin)/ruff check --quiet --fix-only .
 	$(bin)/ruff format --quiet .
-	$(bin)/clang-format -i $(native) $(wildcard tests/cpp/*.?pp)
+	$(bin)/clang-format -i $(native) $(wildcard tests/cpp/*.?pp tests/cpp/*.cu*)
 
 headers: build/tests/build.ninja ## Compile each header on its own, by g++ and, where it is there, by nvcc
 	$(bin)/cmake --build build/tests --target headers
 
-cuda: build/tests/build.ninja ## Compile csrc/cuda.cu for sm_80, sm_90a and sm_100a, warnings as errors (no GPU needed)
-	@test -e csrc/cuda.cu || { echo "make: there is no csrc/cuda.cu yet"; exit 1; }
+cuda: build/tests/build.ninja ## Compile csrc/cuda for sm_80, sm_90a and sm_100a, warnings as errors (no GPU needed)
 	$(bin)/cmake --build build/tests --target purlin_kernels
+
+lint: $(VENV)/.tools ## Read the kernels' PTX for what the memory model forbids
+	@$(bin)/python scripts/ptx_lint.py
 
 model: build/tests/build.ninja ## Explore the protocol under the weakest legal Atom
 	$(bin)/cmake --build build/tests --target all_model
@@ -63,6 +68,15 @@ tsan: build/tests/build.ninja ## The CPU Atom and the protocol on threads under 
 
 mutants: $(VENV)/.tools ## Take each guard of the protocol away in turn: a test must notice
 	@$(bin)/python scripts/mutants.py
+
+device: build/tests/build.ninja ## A soak of the kernels on this machine's GPU, plain and with delays
+	$(bin)/cmake --build build/tests --target all_device
+	@$(call run_each,build/tests/device/*,)
+
+sanitize: build/tests/build.ninja ## compute-sanitizer over a short soak on this machine's GPU
+	$(bin)/cmake --build build/tests --target device
+	@for tool in memcheck racecheck synccheck; do for ranks in 2 4; do echo "== $$tool, $$ranks ranks"; \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 build/tests/device/device --mode fused --ranks $$ranks --calls 40 --bytes 16384 --timeout 120; done; done
 
 wheel: $(VENV)/.tools ## A wheel in dist/
 	rm -rf dist

@@ -39,6 +39,7 @@ int run(Endpoint& end, const Plan& plan, const std::vector<std::uintptr_t>& inpu
 
 NB_MODULE(PURLIN_MODULE, m) {
   m.doc() = "An Atom under purlin_core: protocol calls over memory that peers can write, tensors as addresses.";
+  m.attr("built_for") = PURLIN_BUILT_FOR;
 
   nb::class_<Geometry>(m, "Geometry")
       .def(
@@ -121,6 +122,7 @@ NB_MODULE(PURLIN_MODULE, m) {
                      return std::make_tuple(s.what, s.use, s.step, s.team, s.peer);
                    })
       .def_prop_ro("calls", &Endpoint::calls)
+      .def_prop_ro("signature", &Endpoint::signature, "Of the call that failed; 0: unknown.")
       .def(
           "post",
           [](const Endpoint& end, int rank) {
@@ -129,5 +131,12 @@ NB_MODULE(PURLIN_MODULE, m) {
           },
           nb::arg("rank"));
 
-  m.def("fuse", &fuse, nb::arg("ranks"), "Ranks of this process on one device: let their calls run as one.");
+  nb::class_<Memory>(m, "Memory")
+      .def(nb::init<std::size_t>(), nb::arg("bytes"))
+      .def_prop_ro("address", &Memory::address)
+      .def_prop_ro("bytes", &Memory::bytes);
+  m.def("can_reach", &can_reach, nb::arg("device"), nb::arg("peer"));
+  m.def("reach", &reach, nb::arg("peer"), "Let the current device read and write memory of that one.");
+  m.def("fuse", &fuse, nb::arg("ranks"),
+        "Ranks of this process: let their calls be launched together, on one device as one kernel.");
 }

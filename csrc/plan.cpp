@@ -61,6 +61,8 @@ Plan::Plan(const PlanText& text, const Geometry& geometry)
         larger(call_.pair[p].send.bytes, call_.pair[p].receive.bytes) > geometry.window_bytes * call_.teams)
       throw std::invalid_argument("a message of a packet call is larger than its window");
   call_.steps = steps();
+  call_.flat = true;
+  for_each_route(call_, [&](Route& r) { call_.flat &= r.flat(); });
   kept_ = keep_items(items_);
 }
 
@@ -90,7 +92,15 @@ Route Plan::route(const RouteText& text) {
     i += 2 * static_cast<std::size_t>(item.box.dims);
     measure(item.box);
   }
-  return {reinterpret_cast<const Item*>(first), static_cast<int>(items_.size() - first), n[0], n[1], 0};
+  Route route{reinterpret_cast<const Item*>(first), static_cast<int>(items_.size() - first), n[0], n[1], 0};
+  if (route.count == 1 && items_.back().box.dims == 0) {
+    const Item& item = items_.back();
+    route.offset = item.box.offset - item.at;
+    route.tensor = item.box.tensor;
+    route.count = 0;
+    items_.pop_back();
+  }
+  return route;
 }
 
 // Every chunk is a multiple of 16 bytes of wire, the same for source and reader: it follows from the bytes of the pair alone.

@@ -4,7 +4,7 @@
     image = pipe("digit three", **defaults("digits")).images[0]
 
 A family is one file (flux.py, sd3.py) with `tiny` and `full` builders and its `ENTRIES`; nothing here needs a network but
-a hub id.
+a hub id, and diffusers, whose import takes seconds, comes with the first pipeline that is made.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL
 
 from .weights import random_model
 
@@ -18,6 +17,8 @@ def autoencoder(
     channels: Sequence[int], *, scaling: float, shift: float, seed: int = 0, dtype: torch.dtype, device: torch.device
 ) -> Any:
     """16 latent channels; a latent is 2 ** (len(channels) - 1) pixels wide. `scaling` and `shift` are those of its config."""
+    from diffusers import AutoencoderKL
+
     small = max(channels) < 32
     return random_model(
         lambda: AutoencoderKL(

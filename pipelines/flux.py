@@ -7,9 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
-from . import text, tokenizers
 from .autoencoder import FULL, TINY, autoencoder
 from .entry import Entry
 from .weights import random_model
@@ -95,6 +93,10 @@ def _assemble(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+
+    from . import text, tokenizers
+
     tokenizer, tokenizer_2 = tokenizers.clip(), tokenizers.t5()
     place: Any = {"dtype": dtype, "device": device}
     return FluxPipeline(

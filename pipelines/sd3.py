@@ -7,9 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
-from . import text, tokenizers
 from .autoencoder import FULL, TINY, autoencoder
 from .entry import Entry
 from .weights import random_model
@@ -94,6 +92,10 @@ def _assemble(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    from . import text, tokenizers
+
     tokenizer, tokenizer_2, tokenizer_3 = tokenizers.clip(), tokenizers.clip(pad="!"), tokenizers.t5()
     first, second = clip_widths
     place: Any = {"dtype": dtype, "device": device}

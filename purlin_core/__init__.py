@@ -1,6 +1,6 @@
 """Collectives named by specs over one protocol: who holds what before, who holds what after, and how the bytes come together."""
 
-from purlin_core.communicator import Communicator, Stats
+from purlin_core.communicator import Communicator
 from purlin_core.errors import (
     AliasError,
     ArgumentTypeError,
@@ -16,6 +16,7 @@ from purlin_core.errors import (
     SpecError,
     StallError,
 )
+from purlin_core.plans import Stats
 from purlin_core.spec import Spec
 from purlin_core.world import LocalWorld
 

@@ -18,6 +18,7 @@ _HEAD = struct.Struct("<II")  # signature, bytes of text
 class State(IntEnum):
     OPEN = 0
     CLOSED = 1
+    ABORTED = 2  # by this rank, and for good
 
 
 class Board:

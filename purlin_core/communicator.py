@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,42 +13,38 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from purlin_core import ops
-from purlin_core.arguments import check_halo, check_sequence, check_types
+from purlin_core.arguments import check_sequence, check_types
+from purlin_core.atom import atom_of
 from purlin_core.canary import poison
+from purlin_core.collectives import as_spec, halo_spec, rows_of
 from purlin_core.connection import Connection
-from purlin_core.errors import ClosedError, ConcurrentUseError, DeviceError, PurlinError, SetupError, ShapeError
+from purlin_core.errors import ClosedError, ConcurrentUseError, DeviceError, PurlinError, SetupError
 from purlin_core.memory import address_of
 from purlin_core.plan import FrozenSizes, freeze_sizes
+from purlin_core.plans import Plans, Stats
 from purlin_core.prepare import Asked, Prepared, in_place, prepare, prepare_all_to_all
-from purlin_core.rendezvous import Rendezvous, StoreRendezvous, of_group
+from purlin_core.rendezvous import LocalRendezvous, Rendezvous, StoreRendezvous, of_group
 from purlin_core.settings import Settings
 from purlin_core.spec import Op, Sizes
-from purlin_core.tune import Scratch, cpu_scratch, most_teams
+from purlin_core.tune import Scratch, Tuning, most_teams
 
 MAX_RANKS = 16
-MOST_PLANS = 4096  # kept; a plan takes a few KiB
 _OVERLAP, _CONCURRENT = 16, 17  # Outcome in csrc/purlin/endpoint.hpp
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What this rank did since its communicator was made. Bytes are payload: neither padding nor tags."""
-
-    calls: int
-    sent_bytes: int
-    received_bytes: int
-    regimes: Mapping[str, int]  # calls in each
-    scratch_bytes: int  # of this rank's inbox, heap not counted
-    heap_bytes: int
 
 
 class Communicator:
     """The ranks of one group, and this process's (or thread's) place among them.
 
     `group`: a torch process group, a device mesh of one dim, None for the default group; or a torch Store together with `rank` and `ranks`.
-    `timeout`: seconds a call waits for a peer before it fails with StallError on every rank. `setup_timeout`: the same for making the communicator.
-    `heap_bytes`: room for empty(), the same on every rank. `teams`: workers a call is dealt to (on the CPU one thread does the work of all).
-    `scratch`: other sizes of the inbox than DESIGN's, `teams` among them; they decide which regime a call takes.
+    `device`: "cpu", or a GPU of this rank's own; "cuda" is the current one. `timeout`: seconds a call waits for a peer before it fails with
+    StallError on every rank. `setup_timeout`: the same for making the communicator. `heap_bytes`: room for empty(), the same on every rank.
+    `teams`: workers a call is dealt to; on the CPU one thread does the work of all, on a GPU each is a block. None: 1 on the CPU, and on a GPU
+    what tuning chooses, up to 32. `scratch`: other sizes of the inbox than DESIGN's, `teams` among them; they decide which regime a call takes.
+    `tuning`: another table than the device's.
+
+    On a GPU a call returns when it is enqueued on the current stream; one stream at a time, and where it changes an event keeps the order. What
+    fails then shows at the next call and at check(). A call can be captured into a CUDA graph once it has been made before, or by plan(). Replays
+    are calls: they take their turn among the others, on all ranks alike, and end before close().
     Raises SetupError and DeviceError.
     """
 
@@ -62,14 +58,12 @@ class Communicator:
         timeout: float = 300.0,
         setup_timeout: float = 60.0,
         heap_bytes: int = 0,
-        teams: int = 1,
+        teams: int | None = None,
         scratch: Scratch | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
-        self.device = _device(device)
-        if self.device.type != "cpu":
-            raise DeviceError(
-                f"Communicator: `device` needs to be 'cpu'; got '{self.device}'. There is no CUDA Atom in this version."
-            )
+        self._atom = atom_of(device)
+        self.device = self._atom.device
         if not (_seconds(timeout) and _seconds(setup_timeout) and isinstance(heap_bytes, int) and heap_bytes >= 0):
             came = f"timeout={timeout!r}, setup_timeout={setup_timeout!r}, heap_bytes={heap_bytes!r}"
             raise SetupError(f"Communicator: needs positive timeouts in seconds and heap_bytes >= 0; got {came}.")
@@ -78,25 +72,32 @@ class Communicator:
             raise SetupError(
                 f"Communicator: needs at most {MAX_RANKS} ranks; got {meeting.ranks}. Put more on an outer mesh axis."
             )
-        if not 1 <= teams <= most_teams(meeting.ranks):
+        if teams is not None and not 1 <= teams <= most_teams(meeting.ranks):
             needed = f"1 to {most_teams(meeting.ranks)} `teams` with {meeting.ranks} ranks"
             raise SetupError(f"Communicator: needs {needed}; got {teams}.")
         self.rank, self.ranks = meeting.rank, meeting.ranks
-        self._marks = (
-            torch.zeros(self.ranks, dtype=torch.uint8),
-            torch.zeros(1, dtype=torch.uint8),
-        )  # what barrier() moves
         self._settings = Settings.from_environment()
         self._terms = {"timeout": float(timeout), "setup_timeout": float(setup_timeout)}
         self._meeting = meeting
-        self._scratch = scratch or cpu_scratch(self.ranks, teams=teams)
-        self._before = Stats(0, 0, 0, {}, 0, 0)  # of connections that reserve() replaced
-        self._open(heap_bytes)
+        sharing = meeting.sharing if isinstance(meeting, LocalRendezvous) else 1
+        self._scratch = scratch or self._atom.scratch(self.ranks, teams=teams, sharing=sharing)
+        self._tuning = tuning or self._atom.tuning
+        # what barrier() moves
+        self._marks = tuple(torch.zeros(n, dtype=torch.uint8, device=self.device) for n in (self.ranks, 1))
+        self._open(heap_bytes, Stats())
         self.id = ops.register(self)
 
-    def _open(self, heap_bytes: int) -> None:
-        self._tie = Connection(self._meeting, self._scratch, self._settings, heap_bytes=heap_bytes, **self._terms)
-        self._plans: dict[Any, Prepared] = {}
+    def _open(self, heap_bytes: int, before: Stats) -> None:
+        self._tie = Connection(
+            self._meeting,
+            self._atom,
+            self._scratch,
+            self._tuning,
+            self._settings,
+            heap_bytes=heap_bytes,
+            **self._terms,
+        )
+        self._plans = Plans(before)
         self._last: Prepared | None = None
         self._over = ""  # why there are no more calls
 
@@ -183,7 +184,8 @@ class Communicator:
         prepared = self._plans.get(key)
         if prepared is None:
             asked = Asked("all_to_all_single", "", (), "sum", "", self.device, granted=False)
-            prepared = self._planned(key, prepare_all_to_all(self._tie.site, asked, x, out, *shares))
+            make = partial(prepare_all_to_all, self._tie.site, asked, x, out, *shares)
+            prepared = self._planned(key, "all_to_all_single", make)
         self._run(prepared, (x,), (out,), [x.data_ptr()], [out.data_ptr()], key)
         return out
 
@@ -191,19 +193,13 @@ class Communicator:
         self, x: Tensor, dim: int, rows: int | tuple[int, int], *, sizes: Sequence[int] | None = None, tag: str = ""
     ) -> Tensor:
         """`x`, my rows of dim `dim` -> the same with `rows` more from each neighbour, or (before, after); none beyond the first and the last rank."""
-        check_halo(dim, rows)
-        before, after = (rows, rows) if isinstance(rows, int) else rows
-        if not -x.ndim <= dim < x.ndim or min(before, after) < 0:
-            raise ShapeError(f"halo: needs `dim` among {x.ndim} dims and `rows` >= 0; got dim={dim}, rows={rows}.")
-        names = [f"d{i}" for i in range(x.ndim)]
-        left, right, name = list(names), list(names), names[dim]
-        left[dim], right[dim] = f"{name}@", f"{name}@~{before}:{after}"
-        spec = f"{' '.join(left)} -> {' '.join(right)}"
-        return self.exchange([x], spec, sizes=_rows(name, sizes), tag=tag, call="halo")[0]
+        spec, name = halo_spec(x, dim, rows)
+        return self.exchange([x], spec, sizes=rows_of(name, sizes), tag=tag, call="halo")[0]
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
-        self._into("barrier", *self._marks)
+        """Return when every rank has called it. On a GPU the stream waits for that, not the host."""
+        out, x = self._marks
+        self._into("barrier", out, x)
 
     # ---- memory and what is known of calls
 
@@ -219,9 +215,8 @@ class Communicator:
         """Collective: give every rank a new heap of `heap_bytes` for empty(). Tensors of the old one stay valid, but are ordinary from now on."""
         self._usable("reserve")
         self._tie.gather(None)  # nobody is still in a call
-        self._before = self.stats()
         old = self._tie
-        self._open(heap_bytes)
+        self._open(heap_bytes, self.stats())
         old.part()
 
     def plan(
@@ -232,29 +227,23 @@ class Communicator:
         sizes: Sizes | None = None,
         op: Op = "sum",
         out: Sequence[Tensor] | None = None,
+        tag: str = "",
+        call: str = "exchange",
     ) -> Prepared:
-        """What exchange() would run for these tensors; `.explain()` says it in words. Nothing is sent."""
-        specs = specs if isinstance(specs, str) else tuple(specs)
+        """What exchange() (or another `call`: "redistribute", "halo") runs for these tensors; `.explain()` says it in words.
+
+        Nothing is sent. The plan is kept: a call like this one can then be captured into a CUDA graph.
+        """
+        texts = specs if isinstance(specs, str) else tuple(specs)
         granted = out is not None and self._tie.heap.holds_all(out)
-        return prepare(
-            self._tie.site, Asked("exchange", specs, freeze_sizes(sizes), op, "", self.device, granted), tensors, out
-        )
+        asked = Asked(call, texts, freeze_sizes(sizes), op, tag, self.device, granted)
+        wanted = None if out is None else tuple(map(_facts, out))
+        key = (call, texts, asked.sizes, op, tag, granted, tuple(map(_facts, tensors)), wanted)  # as _call() has it
+        return self._plans.get(key) or self._planned(key, call, partial(prepare, self._tie.site, asked, tensors, out))
 
     def stats(self) -> Stats:
         """Calls and bytes of this rank so far."""
-        plans, before, geometry = self._plans.values(), self._before, self._tie.site.geometry
-        regimes = dict(before.regimes)
-        for plan in plans:
-            name = plan.schedule.regime.name.lower()
-            regimes[name] = regimes.get(name, 0) + plan.calls
-        return Stats(
-            calls=before.calls + sum(plan.calls for plan in plans),
-            sent_bytes=before.sent_bytes + sum(plan.calls * plan.sent_bytes for plan in plans),
-            received_bytes=before.received_bytes + sum(plan.calls * plan.received_bytes for plan in plans),
-            regimes=regimes,
-            scratch_bytes=geometry.arena_bytes - geometry.heap_bytes,
-            heap_bytes=geometry.heap_bytes,
-        )
+        return self._plans.stats(self._tie.site.geometry)
 
     # ---- health
 
@@ -286,6 +275,7 @@ class Communicator:
         if not self._over:
             self._over = "is closed"
             self._tie.part()
+            self._plans = Plans(self._plans.stats())
 
     def __enter__(self) -> Communicator:
         return self
@@ -298,13 +288,13 @@ class Communicator:
     def _into(self, call: str, out: Tensor, x: Tensor, *, sizes: Sequence[int] | None = None, op: Op = "sum") -> Tensor:
         """A collective of torch's: its spec follows from its name and the dims of `x`. The shortest way, for it is the latency of small calls."""
         if torch.compiler.is_dynamo_compiling():
-            spec, shaped, into = _as_spec(call, x, out, self.ranks)
-            ops.exchange(self.id, [shaped], spec, sizes=_rows("d0", sizes), op=op, out=[into], tag="")
+            spec, shaped, into = as_spec(call, x, out, self.ranks)
+            ops.exchange(self.id, [shaped], spec, sizes=rows_of("d0", sizes), op=op, out=[into], tag="")
             return out
         try:
             return self._into_now(call, out, x, sizes, op)
         except (AttributeError, TypeError):
-            check_types(call, [x], [out], "", _rows("d0", sizes))
+            check_types(call, [x], [out], "", rows_of("d0", sizes))
             raise
 
     def _into_now(self, call: str, out: Tensor, x: Tensor, sizes: Sequence[int] | None, op: Op) -> Tensor:
@@ -313,14 +303,19 @@ class Communicator:
         key = (call, op, rows, heap.lo <= to < heap.hi, out is x, _facts(x), _facts(out))
         prepared = self._plans.get(key)
         if prepared is None:
-            spec, shaped, into = _as_spec(call, x, out, self.ranks)
-            asked = Asked(call, spec, freeze_sizes(_rows("d0", sizes)), op, "", self.device, heap.holds_all([out]))
-            prepared = prepare(self._tie.site, asked, [shaped], [into])
-            if out is x:
-                prepared = in_place(self._tie.site, prepared, [to], [to])
-            self._planned(key, prepared)
+            prepared = self._planned(key, call, partial(self._prepare_into, call, out, x, sizes, op))
         self._run(prepared, (x,), (out,), [x.data_ptr()], [to], key)
         return out
+
+    def _prepare_into(self, call: str, out: Tensor, x: Tensor, sizes: Sequence[int] | None, op: Op) -> Prepared:
+        granted = self._tie.heap.holds_all([out])
+        spec, shaped, into = as_spec(call, x, out, self.ranks)
+        asked = Asked(call, spec, freeze_sizes(rows_of("d0", sizes)), op, "", self.device, granted)
+        prepared = prepare(self._tie.site, asked, [shaped], [into])
+        if out is x:
+            to = address_of(out)
+            prepared = in_place(self._tie.site, prepared, [to], [to])
+        return prepared
 
     def _call(
         self,
@@ -338,18 +333,21 @@ class Communicator:
         prepared = self._plans.get(key)
         if prepared is None:
             asked = Asked(call, specs, sizes, op, tag, self.device, granted)
-            prepared = self._planned(key, prepare(self._tie.site, asked, tensors, out))
+            prepared = self._planned(key, call, partial(prepare, self._tie.site, asked, tensors, out))
         if out is None:
-            out = [torch.empty(shape, dtype=x.dtype) for shape, x in zip(prepared.out_shapes, tensors, strict=True)]
+            out = [x.new_empty(shape) for shape, x in zip(prepared.out_shapes, tensors, strict=True)]
         self._run(prepared, tensors, out, [x.data_ptr() for x in tensors], [address_of(o) for o in out], key)
         return list(out)
 
-    def _planned(self, key: Any, prepared: Prepared) -> Prepared:
+    def _planned(self, key: Any, call: str, make: Callable[[], Prepared]) -> Prepared:
+        if self._tie.capturing:
+            raise DeviceError(
+                f"{call}: a CUDA graph is being captured, and this call is the first of its shapes. "
+                "Make it once before the capture, or prepare it by plan()."
+            )
+        prepared = make()
         self._tie.boards[self.rank].note(prepared.signature, prepared.text)
-        if len(self._plans) >= MOST_PLANS:  # a stream of ever new shapes: begin anew
-            self._before = self.stats()
-            self._plans.clear()
-        self._plans[key] = prepared
+        self._plans.keep(key, prepared)
         return prepared
 
     def _run(
@@ -365,25 +363,37 @@ class Communicator:
         if self._over:
             self._usable(prepared.text)
         tie = self._tie
-        if tie.canaries is not None:
-            tie.canaries.feed()
-            poison(outputs, inputs)
-        code = tie.end.run(prepared.native, at, to, 0)
+        code = tie.end.run(prepared.native, at, to, 0) if tie.bare else self._attend(prepared, inputs, outputs, at, to)
         if code == 0:
             prepared.calls += 1
             self._last = prepared
-            if tie.canaries is not None:
-                tie.canaries.look(prepared.text)
         elif code == _OVERLAP:
             apart = (key, tuple(address - at[0] for address in (*at, *to)))
             self._run(self._in_place(prepared, at, to, apart), inputs, outputs, at, to, apart)
         else:
             raise self._failure(code, prepared)
 
+    def _attend(
+        self, prepared: Prepared, inputs: Sequence[Tensor], outputs: Sequence[Tensor], at: list[int], to: list[int]
+    ) -> int:
+        """Run where a stream or canaries are to be looked after."""
+        tie = self._tie
+        stream = 0 if tie.lane is None else tie.lane.enter()
+        captured = tie.lane is not None and tie.lane.captured
+        canaries = None if captured else tie.canaries
+        if canaries is not None:
+            canaries.feed()
+            poison(outputs, inputs)
+        code = tie.end.run(prepared.native, at, to, stream)
+        prepared.captured |= captured
+        if canaries is not None and code == 0:
+            canaries.look(prepared.text)
+        return code
+
     def _in_place(self, prepared: Prepared, at: Sequence[int], to: Sequence[int], apart: Any) -> Prepared:
         """Tensors that share storage: allowed in three forms, each checked once and then a plan of its own."""
-        allowed = self._plans.get(apart)
-        return allowed or self._planned(apart, in_place(self._tie.site, prepared, at, to))
+        call = prepared.text.partition(" ")[0]
+        return self._plans.get(apart) or self._planned(apart, call, partial(in_place, self._tie.site, prepared, at, to))
 
     def _failure(self, code: int, prepared: Prepared) -> PurlinError:
         if code == _CONCURRENT:
@@ -421,13 +431,6 @@ def _meeting(group: Any, rank: int | None, ranks: int | None) -> Rendezvous:
     return group if isinstance(group, Rendezvous) else of_group(group)
 
 
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise DeviceError(f"Communicator: `device` needs to be a torch device; got {device!r}.") from error
-
-
 def _seconds(timeout: object) -> bool:
     return isinstance(timeout, int | float) and 0 < timeout < float("inf")
 
@@ -438,49 +441,3 @@ def _facts(x: Tensor) -> tuple[Any, ...]:
         return x.shape, x.stride(), x.dtype, x.device, x.requires_grad and torch.is_grad_enabled()
     except RuntimeError:  # some sparse tensors have no strides: planning refuses them by name
         return (x.layout,)
-
-
-def _as_spec(call: str, x: Tensor, out: Tensor, ranks: int) -> tuple[str, Tensor, Tensor]:
-    """A collective of torch's names as spec, input and output; these are views, at the same addresses."""
-    if call == "all_to_all_single":
-        return _all_to_all(x, out, ranks)
-    if call == "all_gather_into_tensor" and out.ndim == x.ndim + 1:
-        x = x.unsqueeze(0)
-    if call == "all_reduce" and x.ndim == 0:
-        x, out = x.view(1), out.view(1)
-    if x.ndim == 0:
-        raise ShapeError(f"{call}: `x` needs at least one dim; got a scalar. Pass x.view(1).")
-    rest = "".join(f" d{i}" for i in range(1, x.ndim))
-    specs = {
-        "all_gather_into_tensor": f"d0@{rest} -> d0{rest}",
-        "reduce_scatter_tensor": f"+d0{rest} -> d0@{rest}",
-        "all_reduce": f"+d0{rest} -> d0{rest}",
-        "barrier": "d0@ -> d0",
-    }
-    return specs[call], x, out
-
-
-def _all_to_all(x: Tensor, out: Tensor, ranks: int) -> tuple[str, Tensor, Tensor]:
-    """With equal shares: dim 0 is two, the source and its rows on the left, the reader and its rows on the right."""
-    if x.ndim == 0 or out.shape != x.shape or x.shape[0] % ranks:
-        needed = f"`x` and `out` of one shape, dim 0 divisible by {ranks} ranks"
-        came = f"{_rows_of(x)} and {_rows_of(out)}"
-        raise ShapeError(
-            f"all_to_all_single: needs {needed}; got {came}. Pass in_sizes and out_sizes for uneven shares."
-        )
-    rest = "".join(f" d{i}" for i in range(2, x.ndim + 2))
-    rows = (ranks, x.shape[0] // ranks)
-    return f"d0@ d1{rest} -> d0 d1@{rest}", _split(x, rows).unsqueeze(0), _split(out, rows).unsqueeze(1)
-
-
-def _rows_of(x: Tensor) -> str:
-    return f"{x.shape[0]} rows of {tuple(x.shape[1:])}" if x.ndim else "a scalar"
-
-
-def _split(x: Tensor, rows: tuple[int, int]) -> Tensor:
-    """Dim 0 as two dims; a view whatever the strides."""
-    return x.as_strided((*rows, *x.shape[1:]), (x.stride(0) * rows[1], *x.stride()))
-
-
-def _rows(name: str, sizes: Sequence[int] | None) -> Sizes | None:
-    return None if sizes is None else {name: sizes}

@@ -12,7 +12,7 @@ from purlin_core.errors import MismatchError, PeerError, PurlinError, StallError
 
 
 class Fault(IntEnum):
-    """Why a communicator is dead. The numbers are those of csrc/purlin/atom/cpu.hpp."""
+    """Why a communicator is dead. The numbers are those of csrc/purlin/fault.hpp."""
 
     NONE = 0
     STALL = 1
@@ -69,8 +69,12 @@ def error_of(scene: Scene) -> PurlinError | None:
         return PeerError(f"{_at_call(scene)}: rank {about} died (noticed by rank {by}).")
     if fault is Fault.INTERRUPTED:
         return PeerError(f"{_at_call(scene)}: rank {by} left: KeyboardInterrupt.")
-    reason = scene.boards[by].reason or "it called abort()"
-    return PeerError(f"{_at_call(scene)}: rank {by} left: {reason}.")
+    return left(scene, by)
+
+
+def left(scene: Scene, by: int) -> PeerError:
+    """Rank `by` is gone, for the reason on its board."""
+    return PeerError(f"{_at_call(scene)}: rank {by} left: {scene.boards[by].reason or 'it called abort()'}.")
 
 
 def _at_call(scene: Scene) -> str:

@@ -1,28 +1,70 @@
-"""Memory that peers can write: one arena a rank, and the heap in it from which outputs are granted.
+"""Memory that peers can write, and the small interface behind which it lies: each rank makes its own, tells the others of it, and maps theirs.
 
-Between processes it is a memfd: it has no name, so nothing can be left behind, and no size limit of its own, unlike /dev/shm in a container.
+This file holds the interface and the memory of the host; cuda_memory.py that of a GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import os
-import weakref
-from collections import deque
 from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
-from purlin_core.errors import SetupError, ShapeError
+from purlin_core.errors import SetupError
 
-HEAP_ALIGN = 128  # bytes
 GUARD_BYTES = 64  # that nobody writes, behind a region
 
 
+class Arena(Protocol):
+    """A piece of zeroed memory of one rank, kept while anything refers to it or to a window of it."""
+
+    address: int
+    bytes: int
+    device: torch.device
+
+    def window(self, at: int, size: int) -> tuple[Tensor, object]:
+        """Bytes [at, at + size) as a tensor (uint8), and an object that lives as long as that tensor or any view of it."""
+        ...
+
+    def forget(self) -> None:
+        """Set-up is over: no peer will map it any more. What is mapped stays."""
+        ...
+
+
+A = TypeVar("A", bound=Arena)
+
+
+class Provider(Protocol[A]):
+    """Where arenas come from."""
+
+    def make(self, size: int) -> A:
+        """This rank's own. Raises RuntimeError or OSError."""
+        ...
+
+    def tell(self, own: A) -> Any:
+        """What the others need to know to map it: JSON, or anything where ranks are threads."""
+        ...
+
+    def map(self, own: A, rank: int, told: Sequence[Any], pids: Sequence[int]) -> Sequence[Addressed]:
+        """Everyone's arena, in rank order, as this rank can reach it. Raises SetupError."""
+        ...
+
+
+class Addressed(Protocol):
+    """Memory of a peer, mapped while anything refers to this."""
+
+    @property
+    def address(self) -> int: ...
+
+
 class Segment:
-    """A piece of memory, mapped while anything refers to it."""
+    """An arena on the host."""
+
+    device = torch.device("cpu")
 
     def __init__(self, mapping: mmap.mmap, fd: int | None = None) -> None:
         self.mapping = mapping
@@ -38,7 +80,10 @@ class Segment:
 
     @staticmethod
     def shared(size: int) -> Segment:
-        """Memory other processes of this user can map by (pid, fd) until forget()."""
+        """Memory other processes of this user can map by (pid, fd) until forget().
+
+        A memfd: it has no name, so nothing can be left behind, and no size limit of its own, unlike /dev/shm in a container.
+        """
         fd = os.memfd_create("purlin", os.MFD_CLOEXEC)
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, size)
@@ -59,81 +104,40 @@ class Segment:
         finally:
             os.close(opened)
 
+    def window(self, at: int, size: int) -> tuple[Tensor, object]:
+        view = memoryview(self.mapping)[at : at + size]
+        return torch.frombuffer(view, dtype=torch.uint8), view
+
     def forget(self) -> None:
-        """Close the file behind a shared segment; the mappings stay."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
 
 
-def address_of(tensor: torch.Tensor) -> int:
+class HostMemory:
+    """Segments: between threads of one process (`local`), or between processes."""
+
+    def __init__(self, *, local: bool) -> None:
+        self._local = local
+
+    def make(self, size: int) -> Segment:
+        return Segment.private(size) if self._local else Segment.shared(size)
+
+    def tell(self, own: Segment) -> Any:
+        return own if self._local else own.fd
+
+    def map(self, own: Segment, rank: int, told: Sequence[Any], pids: Sequence[int]) -> Sequence[Segment]:
+        if self._local:
+            return list(told)
+        return [
+            own if r == rank else Segment.of_peer(pid, fd, own.bytes)
+            for r, (pid, fd) in enumerate(zip(pids, told, strict=True))
+        ]
+
+
+def address_of(tensor: Tensor) -> int:
     """Where a tensor begins; for one without elements, where its storage does; 0 for one without storage, which no call can use."""
     try:
         return tensor.data_ptr() or tensor.untyped_storage().data_ptr()
     except RuntimeError:
         return 0
-
-
-class Heap:
-    """Outputs that peers may be granted: a first-fit allocator over a part of the arena. Freeing is local: when a tensor dies, its bytes are free."""
-
-    def __init__(self, segment: Segment, at: int, size: int, *, guarded: bool = False) -> None:
-        self._segment = segment
-        self._guard_bytes = GUARD_BYTES if guarded else 0  # behind each tensor
-        self._ends: dict[int, int] = {}  # offset -> end of the tensor there, of the living when guarded
-        self._free = [(at, size)] if size else []  # (offset, bytes), by offset
-        self._returned: deque[tuple[int, int]] = deque()  # by finalisers, which may run at any moment and on any thread
-        self.lo = segment.address + at
-        self.hi = self.lo + size
-
-    def holds_all(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Can all of these be granted?"""
-        return all(self._holds(t) and t.is_contiguous() for t in tensors)
-
-    def _holds(self, tensor: torch.Tensor) -> bool:
-        return self.lo <= address_of(tensor) < self.hi
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in the arena. Raises ShapeError when no hole is large enough."""
-        if any(extent < 0 for extent in shape):
-            raise ShapeError(f"empty: `shape` needs extents of 0 or more; got {tuple(shape)}.")
-        wanted = math.prod(shape) * dtype.itemsize
-        taken = -(-max(wanted + self._guard_bytes, 1) // HEAP_ALIGN) * HEAP_ALIGN
-        offset = self._take(taken)
-        self._ends[offset] = offset + wanted
-        window = memoryview(self._segment.mapping)[offset : offset + taken]
-        weakref.finalize(window, self._returned.append, (offset, taken)).atexit = False
-        flat = torch.frombuffer(window, dtype=torch.uint8)
-        return flat[:wanted].view(dtype).view(tuple(shape))
-
-    def guards(self) -> set[int]:
-        """Where the living tensors of a guarded heap end: GUARD_BYTES behind each are nobody's."""
-        self._merge()
-        return set(self._ends.values()) if self._guard_bytes else set()
-
-    def _take(self, taken: int) -> int:
-        self._merge()
-        for i, (offset, size) in enumerate(self._free):
-            if size >= taken:
-                self._free[i : i + 1] = [(offset + taken, size - taken)] if size > taken else []
-                return offset
-        most = max((size for _, size in self._free), default=0)
-        raise ShapeError(
-            f"empty: {taken} bytes are wanted and the largest hole of the heap has {most}. "
-            "Pass a larger heap_bytes to the communicator, or call reserve() on every rank before the first empty()."
-        )
-
-    def _merge(self) -> None:
-        """Holes that touch become one."""
-        holes = self._free
-        while self._returned:
-            holes.append(self._returned.popleft())
-            del self._ends[holes[-1][0]]
-        holes.sort()
-        self._free = holes[:1]
-        for at, extent in holes[1:]:
-            last, before = self._free[-1]
-            if last + before == at:
-                self._free[-1] = (last, before + extent)
-            else:
-                self._free.append((at, extent))

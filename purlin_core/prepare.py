@@ -12,6 +12,7 @@ from torch import Tensor
 
 from purlin_core import _cpu
 from purlin_core.alias import Memory, check_alias
+from purlin_core.atom import Atom
 from purlin_core.errors import DeviceError, DtypeError, ShapeError
 from purlin_core.explain import explain, explain_moves
 from purlin_core.moves import Kind, Moves, Route
@@ -31,7 +32,7 @@ from purlin_core.plan import (
 from purlin_core.reference import check_op, check_reducible
 from purlin_core.settings import VERSION
 from purlin_core.spec import Op, Spec, check_sizes
-from purlin_core.tune import Regime, Schedule, Scratch, choose
+from purlin_core.tune import Regime, Schedule, Scratch, Tuning, choose
 
 MAX_GRANTS, MAX_TENSORS = 4, 16  # csrc/purlin/moves.hpp
 # numbered as Op and Dtype of csrc/purlin/spec.hpp
@@ -56,7 +57,15 @@ class Site:
     rank: int
     ranks: int
     scratch: Scratch
-    geometry: _cpu.Geometry
+    geometry: _cpu.Geometry  # or _cuda's, which has the same names
+    atom: Atom
+    tuning: Tuning
+
+    def plan(self, arguments: Mapping[str, Any]) -> _cpu.Plan:
+        """The native plan. On a GPU it may put boxes into device memory, which cannot be done during a capture."""
+        with self.atom.current():
+            plan: _cpu.Plan = self.atom.native.Plan(self.geometry, **arguments)
+        return plan
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,7 @@ class Prepared:
     received_bytes: int
     overlapping: bool = False  # an input and an output share storage, in an allowed form
     calls: int = 0
+    captured: bool = False  # a CUDA graph holds a call of it, and what `native` keeps in device memory
 
     @property
     def out_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -107,8 +117,17 @@ def prepare(site: Site, asked: Asked, tensors: Sequence[Tensor], out: Sequence[T
     operands, inputs, outputs = _operands(site, asked, tensors, out)
     moves = plan_moves(operands, site.rank, site.ranks, call=asked.call)
     largest = largest_message(operands, site.rank, site.ranks, call=asked.call)
-    schedule = choose(moves.kind, site.scratch, largest=largest, granted=asked.granted and len(operands) <= MAX_GRANTS)
-    if schedule.regime is not Regime.PACKET and operands[0].spec.kind_name == "all_reduce":
+    name = operands[0].spec.kind_name
+    schedule = choose(
+        site.tuning,
+        moves.kind,
+        site.scratch,
+        largest=largest,
+        granted=asked.granted and len(operands) <= MAX_GRANTS,
+        name=name,
+        ranks=site.ranks,
+    )
+    if schedule.regime is not Regime.PACKET and name == "all_reduce":
         moves = plan_moves(operands, site.rank, site.ranks, all_reduce=AllReduce.JOINED, call=asked.call)
     remote = _remote(site, operands) if schedule.regime is Regime.DIRECT else ()
     text = _text(site, operands, asked)
@@ -150,8 +169,8 @@ def in_place(site: Site, prepared: Prepared, at: Sequence[int], to: Sequence[int
     specs = [operand.spec for operand in prepared.operands]
     check_alias(prepared.moves, inputs, outputs, specs=specs, call=prepared.text.partition(" ")[0])
     arguments = {**prepared.arguments, "overlap_allowed": True}
-    native = _cpu.Plan(site.geometry, **arguments)
-    return replace(prepared, native=native, arguments=arguments, overlapping=True, calls=0)
+    native = site.plan(arguments)
+    return replace(prepared, native=native, arguments=arguments, overlapping=True, calls=0, captured=False)
 
 
 # ---- what is asked for, checked
@@ -227,7 +246,7 @@ def _prepared(
     memories: tuple[tuple[Memory, ...], tuple[Memory, ...]],
     text: str,
 ) -> Prepared:
-    native = _cpu.Plan(site.geometry, **arguments)
+    native = site.plan(arguments)
     signature = arguments["signature"]
     sent, received = sent_bytes(moves), received_bytes(moves)
     return Prepared(native, arguments, moves, schedule, operands, *memories, text, signature, sent, received)
@@ -243,7 +262,7 @@ def _arguments(
     memories: tuple[tuple[Memory, ...], tuple[Memory, ...]],
     remote: Sequence[Route],
 ) -> dict[str, Any]:
-    """Keyword arguments of _cpu.Plan. Routes go by peer, not by rank."""
+    """Keyword arguments of the native Plan. Routes go by peer, not by rank."""
     peers = [(site.rank + 1 + p) % site.ranks for p in range(site.ranks - 1)]
     send, receive = [moves.send[r] for r in peers], [moves.receive[r] for r in peers]
     away = [remote[r] for r in peers] if remote else [Route()] * len(peers)

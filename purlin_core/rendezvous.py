@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from purlin_core.errors import SetupError
@@ -34,6 +34,10 @@ class StoreRendezvous:
         self._number = store.add(f"purlin/count/{rank}", 1)
         self._step = 0
 
+    def own_store(self, name: str) -> Store:
+        """A store of this communicator alone."""
+        return PrefixStore(f"purlin/{self._number}/{name}", self._store)
+
     def gather(self, value: Any, *, timeout: float) -> list[Any]:
         self._step += 1
         keys = [f"purlin/{self._number}/{self._step}/{r}" for r in range(self.ranks)]
@@ -55,17 +59,18 @@ class StoreRendezvous:
 
 
 class LocalRendezvous:
-    """Between threads of one process."""
+    """Between threads of one process. `sharing`: how many ranks are on one device; `fused`: their calls run as one, see LocalWorld."""
 
     class Meeting:
-        def __init__(self, ranks: int) -> None:
-            self.ranks = ranks
+        def __init__(self, ranks: int, *, sharing: int = 1, fused: bool = False) -> None:
+            self.ranks, self.sharing, self.fused = ranks, sharing, fused
             self.values: list[Any] = [None] * ranks
             self.gathers = [0] * ranks  # that each rank has come to
             self.barrier = threading.Barrier(ranks)
 
     def __init__(self, meeting: LocalRendezvous.Meeting, rank: int) -> None:
         self.rank, self.ranks = rank, meeting.ranks
+        self.sharing, self.fused = meeting.sharing, meeting.fused
         self._meeting = meeting
 
     def gather(self, value: Any, *, timeout: float) -> list[Any]:

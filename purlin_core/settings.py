@@ -1,8 +1,10 @@
-"""Every environment variable the core reads, in one place."""
+"""Every environment variable the core reads or sets, in one place."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 VERSION = (
@@ -19,3 +21,27 @@ class Settings:
     @staticmethod
     def from_environment() -> Settings:
         return Settings(check=os.environ.get("PURLIN_CHECK", "0") not in ("", "0"))
+
+
+@contextmanager
+def plain_rendezvous() -> Iterator[None]:
+    """While torch's symmetric memory is mapped: no multicast, which we never use, and GPUs told apart by us.
+
+    Processes that each see one GPU (CUDA_VISIBLE_DEVICES) all call theirs 0, and torch would take them for one.
+    """
+    wanted = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def ask_for_queues() -> None:
+    """Before CUDA starts: a hardware queue for every stream, or kernels of ranks that share a GPU can stand behind each other."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

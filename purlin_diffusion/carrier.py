@@ -39,6 +39,8 @@ class Carrier(Protocol):
 
     def stats(self) -> Any: ...
 
+    def check(self) -> None: ...
+
     def guard(self) -> AbstractContextManager[Any]: ...
 
     def abort(self, reason: str) -> None: ...
@@ -59,6 +61,9 @@ class Alone:
 
     def stats(self) -> CarrierStats:
         return CarrierStats()
+
+    def check(self) -> None:
+        """Nothing can have failed."""
 
     def guard(self) -> AbstractContextManager[None]:
         return nullcontext()

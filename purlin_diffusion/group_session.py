@@ -13,9 +13,10 @@ from purlin_diffusion.arguments import bind
 from purlin_diffusion.carrier import Carrier
 from purlin_diffusion.counters import Counters
 from purlin_diffusion.inputs import Carriers, agree, from_root
+from purlin_diffusion.placement import device_of
 from purlin_diffusion.plan import Plan
 from purlin_diffusion.route import Route
-from purlin_diffusion.session import refuse_gradients
+from purlin_diffusion.session import refuse_gradients, settle
 from purlin_diffusion.sharded import ShardedModel
 
 
@@ -63,7 +64,9 @@ class GroupSession:
                 arguments
             )  # alike on every rank, as the arguments are, so an error here kills no carrier
             with self._carriers.device.guard():
-                return self._sharded.run(forward, share)
+                output = self._sharded.run(forward, share)
+                settle(self._carriers.device, device_of(self._sharded.model))
+                return output
 
     def _agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The root's arguments. What is wrong on this rank is told to the others, where it may be right."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from purlin_core.prepare import MAX_TENSORS
 from purlin_diffusion.carrier import Carrier
 from purlin_diffusion.errors import InputsDifferError
 from purlin_diffusion.tree import leaves, map_tensors
@@ -84,9 +85,13 @@ def _difference(root: list[str], other: list[str], rank: int) -> str:
 
 
 def _broadcast(tensors: list[Tensor], carrier: Carrier) -> list[Tensor]:
-    """Every rank's copy of the root's `tensors`: an all-gather in which all other shards are empty."""
-    if not tensors:
-        return []
+    """Every rank's copy of the root's `tensors`, as many a call as one may have."""
+    calls = [tensors[at : at + MAX_TENSORS] for at in range(0, len(tensors), MAX_TENSORS)]
+    return [theirs for each in calls for theirs in _broadcast_some(each, carrier)]
+
+
+def _broadcast_some(tensors: list[Tensor], carrier: Carrier) -> list[Tensor]:
+    """An all-gather in which all shards but the root's are empty."""
     flat = [x.reshape(-1) if carrier.rank == 0 else x.new_empty(0) for x in tensors]
     specs = [f"n{i}@ -> n{i}" for i in range(len(tensors))]
     sizes = {f"n{i}": (x.numel(),) + (0,) * (carrier.ranks - 1) for i, x in enumerate(tensors)}

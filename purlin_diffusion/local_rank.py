@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,9 +38,11 @@ class LocalRank:
             before.close()
 
     def start(self, arguments: Mapping[str, Any], ambience: Ambience, threads: int | None) -> Future[Any]:
-        """Begin a forward with `arguments`, whose tensors lie on the root's device."""
+        """Begin a forward with `arguments`, whose tensors lie on the root's device. On a GPU its work goes to the stream that is the caller's there,
+        behind the copies of the arguments; ranks of one GPU share it, and torch's allocator sees one order."""
         here = map_tensors(dict(arguments), self._fetch)
-        return self._worker.run(functools.partial(_forward, self.sharded, here, self.device, ambience, threads))
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        return self._worker.run(functools.partial(_forward, self.sharded, here, stream, ambience, threads))
 
     def replace_thread(self) -> None:
         self._worker = Worker(f"purlin-rank-{self.rank}")
@@ -54,10 +57,13 @@ class LocalRank:
 
 
 def _forward(
-    sharded: ShardedModel, arguments: dict[str, Any], device: torch.device, ambience: Ambience, threads: int | None
+    sharded: ShardedModel,
+    arguments: dict[str, Any],
+    stream: torch.cuda.Stream | None,
+    ambience: Ambience,
+    threads: int | None,
 ) -> None:
     """One rank's forward, on its thread. Its output is the root's, so it is dropped."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    with ambience.entered(), intra_op_threads(threads), sharded.carrier.guard():
+    on_stream = nullcontext() if stream is None else torch.cuda.stream(stream)
+    with on_stream, ambience.entered(), intra_op_threads(threads), sharded.carrier.guard():
         sharded.run(sharded.model, sharded.cut(arguments))

@@ -24,7 +24,7 @@ from purlin_diffusion.local_rank import LocalRank
 from purlin_diffusion.plan import Plan
 from purlin_diffusion.replica import fingerprint
 from purlin_diffusion.route import Opened, Route, open_local
-from purlin_diffusion.session import refuse_gradients
+from purlin_diffusion.session import refuse_gradients, settle
 from purlin_diffusion.sharded import ShardedModel
 from purlin_diffusion.workers import Ambience, intra_op_threads, same_threads
 
@@ -105,6 +105,8 @@ class LocalSession:
             with self._root.carrier.guard():
                 output = self._root.run(forward, share)
             failed = self._first_failure(started, self._config.timeout)
+            if failed is None:
+                settle(self._root.carrier, self._devices[0])
         except BaseException as error:
             failed = self._first_failure(started, END_SECONDS)
             self._break_off(started)
@@ -147,7 +149,7 @@ class LocalSession:
 
     def _open(self, backend: str) -> tuple[Route, Opened]:
         with same_threads():
-            return open_local(self._config, self.ranks, self._devices[0], backend=backend)
+            return open_local(self._config, self._devices, backend=backend)
 
     def _close_world(self) -> None:
         if self._world is not None:

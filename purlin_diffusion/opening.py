@@ -15,6 +15,7 @@ from purlin_diffusion.config import ParallelConfig
 from purlin_diffusion.errors import ConfigError, NotBuiltError
 from purlin_diffusion.group_session import GroupSession
 from purlin_diffusion.handle import Handle
+from purlin_diffusion.host_carrier import HostCarrier
 from purlin_diffusion.inputs import Carriers
 from purlin_diffusion.local_session import LocalSession
 from purlin_diffusion.paths import modules_at
@@ -105,12 +106,10 @@ def _with_communicator(
         raise ConfigError(
             f"parallelize: `communicator` needs a purlin_core Communicator; got {type(communicator).__name__}."
         )
-    if torch.device(getattr(communicator, "device", "cpu")).type != "cpu":
-        raise NotBuiltError(
-            "parallelize: a `communicator` on CUDA is not built yet. Leave it out, and start ranks by a launcher or `devices`."
-        )
+    device = torch.device(getattr(communicator, "device", "cpu"))
+    host = communicator if device.type == "cpu" else HostCarrier(communicator, device)
     route = Route(type(communicator).__name__, f"the caller's own, rank {communicator.rank} of {communicator.ranks}")
-    carriers = Carriers(device=communicator, host=communicator)
+    carriers = Carriers(device=communicator, host=host)
     modes = [_mode(model, plan, config, communicator.ranks) for model, plan in zip(models, plans, strict=True)]
     parts = zip(models, plans, modes, strict=True)
     sessions = _open(

@@ -23,6 +23,7 @@ def parallelize(
 
     Under a launcher (torchrun, accelerate launch, purlin_diffusion.launch) each process holds its rank and makes the same calls; inputs come from the
     root. Without one, `devices` says how many devices of this process, or which: worker threads hold replicas, all else stays as it is.
+    ["cuda:0"] * n is n ranks on one GPU, which share its weights: to see that it works, not how fast.
     `communicator` takes an existing purlin_core Communicator instead. `config` chooses how; the default chooses for you.
 
     Returns a Handle with undo(), explain(), counters. Raises ConfigError, NotBuiltError, UnsupportedModelError, PlanError, PlacementError,

@@ -81,9 +81,13 @@ def local_devices(model: nn.Module, devices: int | Sequence[torch.device | str])
         raise PlacementError(
             f"parallelize: the first of `devices` needs to be the model's own, {here}; got {chosen[0]}. Move it with .to(...)."
         )
-    if {device.type for device in chosen} != {here.type} or (here.type != "cpu" and len(set(chosen)) < len(chosen)):
+    if {device.type for device in chosen} != {here.type} or len(set(chosen)) not in (1, len(chosen)):
         raise ConfigError(
-            f"parallelize: `devices` needs different devices of one type; got {[str(device) for device in chosen]}."
+            f"parallelize: `devices` needs devices of one type, all different or all the same; got {[str(device) for device in chosen]}."
+        )
+    if here.type == "cuda" and (absent := [each for each in chosen if (each.index or 0) >= torch.cuda.device_count()]):
+        raise ConfigError(
+            f"parallelize: `devices` needs GPUs that torch sees, {torch.cuda.device_count()}; got {absent[0]} too."
         )
     if hooked := foreign_hooks(model):
         raise PlacementError(
@@ -103,7 +107,10 @@ def _count(here: torch.device, count: int) -> list[torch.device]:
         return [here] * count
     there = torch.cuda.device_count() if here.type == "cuda" else 1
     if count > there:
-        raise ConfigError(f"parallelize: devices={count} needs as many {here.type} devices; there are {there}.")
+        advice = f" For ranks that share one GPU, name it once a rank: devices=['{_indexed(here)}'] * {count}."
+        raise ConfigError(
+            f"parallelize: devices={count} needs as many {here.type} devices; there are {there}.{advice * (here.type == 'cuda')}"
+        )
     first = _indexed(here)
     others = [device for device in (torch.device(here.type, i) for i in range(there)) if device != first]
     return [first, *others[: count - 1]]

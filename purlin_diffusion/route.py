@@ -14,7 +14,7 @@ import purlin_core
 from purlin_core.errors import PurlinError
 from purlin_diffusion.carrier import Alone, Carrier
 from purlin_diffusion.config import ParallelConfig
-from purlin_diffusion.errors import NotBuiltError
+from purlin_diffusion.errors import ConfigError, NotBuiltError
 from purlin_diffusion.inputs import Carriers
 from purlin_diffusion.stores import HashStore, PrefixStore
 from purlin_diffusion.torch_carrier import own_group
@@ -42,23 +42,27 @@ class Opened:
     close: Callable[[], None]
 
 
-def open_local(config: ParallelConfig, ranks: int, device: torch.device, *, backend: str) -> tuple[Route, Opened]:
-    """Carriers between threads of this process. Raises what the core raises when backend is "purlin" and it cannot."""
-    where = f"{ranks} threads of this process on {device.type}"
+def open_local(config: ParallelConfig, devices: Sequence[torch.device], *, backend: str) -> tuple[Route, Opened]:
+    """Carriers between threads of this process, rank r on devices[r]: all one device, or each another.
+
+    Raises what the core raises where it cannot and no other backend may or could.
+    """
+    ranks = len(devices)
+    where = f"{ranks} threads of this process on {_places(devices)}"
     if ranks == 1:
         alone = Alone()
         return Route("none", "one rank has nothing to exchange"), Opened([alone], alone.close)
     if backend == "torch":
-        return Route("torch", f"asked for; {_torch_name(device)} between {where}"), _local_torch(config, ranks, device)
+        return Route("torch", f"asked for; {_torch_name(devices[0])} between {where}"), _local_torch(config, devices)
     try:
-        return Route("purlin", where), _local_purlin(config, ranks, device)
+        return Route("purlin", where), _local_purlin(config, devices)
     except PurlinError as error:
-        if backend == "purlin":
+        if backend == "purlin" or share_a_gpu(devices):
             raise
         reason = f"{error}".rstrip(".")
-        return Route("torch", f"{_torch_name(device)} between {where}, because purlin cannot: {reason}"), _local_torch(
-            config, ranks, device
-        )
+        return Route(
+            "torch", f"{_torch_name(devices[0])} between {where}, because purlin cannot: {reason}"
+        ), _local_torch(config, devices)
 
 
 def open_group(config: ParallelConfig, group: Any, device: torch.device) -> tuple[Route, Carriers]:
@@ -67,19 +71,20 @@ def open_group(config: ParallelConfig, group: Any, device: torch.device) -> tupl
     where = f"{dist.get_world_size(group)} processes on {device.type}"
     if config.backend == "torch":
         return Route("torch", f"asked for; {_torch_name(device)} between {where}"), _group_torch(config, group, device)
-    carrier, error = _try_purlin(config, group, device)
-    reasons: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reasons, None if error is None else f"rank {dist.get_rank(group)}: {error}", group=group)
-    first = next((reason for reason in reasons if reason is not None), None)
-    if first is None and carrier is not None:
-        return Route("purlin", where), Carriers(device=carrier, host=carrier)
-    if carrier is not None:
-        carrier.close()
-    if config.backend == "purlin":
-        raise error or NotBuiltError(f"parallelize: backend 'purlin' cannot run on every rank: {first}")
-    return Route(
-        "torch", f"{_torch_name(device)} between {where}, because purlin cannot: {first}".rstrip(".")
-    ), _group_torch(config, group, device)
+    try:
+        return Route("purlin", where), _group_purlin(config, group, device)
+    except PurlinError as error:
+        if config.backend == "purlin":
+            raise
+        reason = f"{error}".rstrip(".")
+        return Route("torch", f"{_torch_name(device)} between {where}, because purlin cannot: {reason}"), _group_torch(
+            config, group, device
+        )
+
+
+def share_a_gpu(devices: Sequence[torch.device]) -> bool:
+    """Whether ranks of this process compute on one GPU."""
+    return devices[0].type != "cpu" and len(set(devices)) < len(devices)
 
 
 def announce(route: Route, *, rank: int) -> None:
@@ -88,17 +93,28 @@ def announce(route: Route, *, rank: int) -> None:
         _log.warning("purlin_diffusion: exchanges by %s", route)
 
 
-def _local_purlin(config: ParallelConfig, ranks: int, device: torch.device) -> Opened:
-    world = purlin_core.LocalWorld(ranks, device=device, timeout=config.timeout)
+def _places(devices: Sequence[torch.device]) -> str:
+    if share_a_gpu(devices):
+        return f"{devices[0]}, which they share"
+    return ", ".join(dict.fromkeys(map(str, devices)))
+
+
+def _local_purlin(config: ParallelConfig, devices: Sequence[torch.device]) -> Opened:
+    place = devices[0] if len(set(devices)) == 1 else list(devices)
+    world = purlin_core.LocalWorld(len(devices), device=place, timeout=config.timeout)
     return Opened(world.communicators, world.close)
 
 
-def _local_torch(config: ParallelConfig, ranks: int, device: torch.device) -> Opened:
-    store = HashStore()
+def _local_torch(config: ParallelConfig, devices: Sequence[torch.device]) -> Opened:
+    if share_a_gpu(devices):
+        raise ConfigError(
+            f"parallelize: backend 'torch' is NCCL here, which needs a GPU a rank; got {len(devices)} ranks on {devices[0]}."
+            " Use backend='purlin', or give each rank a GPU of its own."
+        )
+    store, ranks = HashStore(), len(devices)
 
     def join(rank: int) -> Carrier:
-        here = device if device.type == "cpu" else torch.device(device.type, (device.index or 0) + rank)
-        return own_group(store, rank=rank, ranks=ranks, device=here, timeout=config.timeout)
+        return own_group(store, rank=rank, ranks=ranks, device=devices[rank], timeout=config.timeout)
 
     carriers = on_threads(ranks, join)
 
@@ -109,11 +125,34 @@ def _local_torch(config: ParallelConfig, ranks: int, device: torch.device) -> Op
     return Opened(carriers, close)
 
 
-def _try_purlin(config: ParallelConfig, group: Any, device: torch.device) -> tuple[Carrier | None, Exception | None]:
+def _group_purlin(config: ParallelConfig, group: Any, device: torch.device) -> Carriers:
+    """Raises a PurlinError on every rank when one cannot."""
+    on_device = _on_all(lambda: purlin_core.Communicator(group, device, timeout=config.timeout), group)
+    if device.type == "cpu":
+        return Carriers(device=on_device, host=on_device)
     try:
-        return purlin_core.Communicator(group, device, timeout=config.timeout), None
-    except PurlinError as error:
-        return None, error
+        on_host = _on_all(lambda: purlin_core.Communicator(group, timeout=config.timeout), group)
+    except PurlinError:
+        on_device.close()
+        raise
+    return Carriers(device=on_device, host=on_host)
+
+
+def _on_all(join: Callable[[], Carrier], group: Any) -> Carrier:
+    """join() on every rank, or a PurlinError on every rank: this one's own, or one that names whose it is. Collective."""
+    carrier, error = None, None
+    try:
+        carrier = join()
+    except PurlinError as caught:
+        error = caught
+    reasons: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reasons, None if error is None else f"rank {dist.get_rank(group)}: {error}", group=group)
+    first = next((reason for reason in reasons if reason is not None), None)
+    if carrier is not None and first is None:
+        return carrier
+    if carrier is not None:
+        carrier.close()
+    raise error or NotBuiltError(f"backend 'purlin' cannot run on every rank: {first}")
 
 
 def _group_torch(config: ParallelConfig, group: Any, device: torch.device) -> Carriers:

@@ -35,6 +35,17 @@ class Session(Protocol):
     def close(self) -> None: ...
 
 
+def settle(carrier: Carrier, device: torch.device) -> None:
+    """At the end of a root call: raise what an exchange met on a GPU, of which the host hears only when the GPU is done.
+
+    Without this the last step's failure would be heard after its image had left. Once a step, when all of it has been launched, so the GPU idles
+    for no more than what a scheduler takes.
+    """
+    if device.type == "cuda" and carrier.ranks > 1 and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
+        carrier.check()
+
+
 def refuse_gradients(model: nn.Module) -> None:
     """Raise ArgumentError where a forward would build a graph of gradients, which cannot cross ranks."""
     if torch.is_grad_enabled():

@@ -59,6 +59,10 @@ class TorchCarrier:
     def stats(self) -> CarrierStats:
         return self._stats
 
+    def check(self) -> None:
+        """Raise PeerError or ClosedError where there are no more calls. What NCCL meets on a GPU its own watchdog tells."""
+        self._usable()
+
     def abort(self, reason: str) -> None:
         """Make the pending or next call of every rank raise PeerError. This carrier is dead."""
         if self._group is not None:
@@ -105,15 +109,20 @@ class TorchCarrier:
         self._call(lambda group: group.allreduce([total]))
         return total
 
-    def _call(self, start: Callable[[Any], Any]) -> None:
+    def _usable(self) -> Any:
+        """The group. Raises PeerError, ClosedError."""
         if self._group is None:
             raise (
                 PeerError(f"exchange: this rank left: {self._dead}.")
                 if self._dead
                 else ClosedError("exchange: the carrier is closed.")
             )
+        return self._group
+
+    def _call(self, start: Callable[[Any], Any]) -> None:
+        group = self._usable()
         try:
-            start(self._group).wait()
+            start(group).wait()
         except (RuntimeError, dist.DistError) as error:
             told = self._store.get(_ABORT).decode() if self._store.check([_ABORT]) else str(error)
             raise PeerError(f"exchange over torch.distributed: {told}.") from error

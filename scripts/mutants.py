@@ -6,6 +6,7 @@ that its guard is not tested (or not needed): exit status 1. So does a mutant wh
 tests nothing. Edits that change nothing observable have no place in the list.
 
     python scripts/mutants.py [--only WORDS] [--jobs 2] [--list]
+    python scripts/mutants.py --device [--only WORDS] [--jobs 16] [--build]
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ PROTOCOL_ALONE = """#include "purlin/atom/model.hpp"
 """
 
 SNAC = "snac.hpp"
+PLAN = "../plan.cpp"
 ENTRY, RING, STAGED, PACKETS, DIRECT = (f"snac/{name}.hpp" for name in ("entry", "ring", "staged", "packets", "direct"))
 CPU = "atom/cpu.hpp"
 CHANNEL = "channel.hpp"
@@ -42,6 +44,7 @@ MOVES = "moves.hpp"
 MODEL = ("model", "--seeds", "6000", "--failures", "1")
 THREADS = ("tsan", "--seeds", "1500", "--failures", "1")
 UNIT = ("unit",)
+ENDPOINT = ("endpoint", "--calls", "3000", "--failures", "1")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,10 @@ class Mutant:
     file: str
     caught_by: tuple[str, ...]
     edits: tuple[tuple[str, str], ...]
+    # of those in device_mutants.py
+    kernels: tuple[str, ...] = ()  # of csrc/cuda, to be compiled with it
+    may_survive: bool = False  # on one GPU
+    in_ptx: bool = False  # scripts/ptx_lint.py must find it
 
 
 def mutant(name: str, file: str, caught_by: tuple[str, ...], *edits: tuple[str, str]) -> Mutant:
@@ -73,17 +80,19 @@ def swap(first: str, second: str) -> tuple[str, str]:
 # fmt: off
 RING_COPY = """    for (int p = 0; p < c.peers(); ++p) {
       Range range = cut(route, p, step);
-      if (!range.empty()) a.copy(in_slot(slot_out(p, step), range.lo), in_tensors(route(p), tensors), range);
+      if (!range.empty()) a.copy(in_slot(slot_out(p, step), range.lo), in_tensors<A::flat>(route(p), tensors), range);
     }
 """
 RING_NOTIFY = "    a.notify(c.peers(), [&](int p) { return live(p) ? ready_out(p, step) : Mark{}; });\n"
 COPY_OUT = """    for (int p = 0; p < c.peers(); ++p) {
       Range range = ring().cut(Receiving{c}, p, i);
-      if (!range.empty()) a.copy(in_tensors(c.pair[p].receive, c.output), in_slot(ring().slot_in(p, i), range.lo), range);
+      if (!range.empty()) a.copy(in_tensors<A::flat>(c.pair[p].receive, c.output), in_slot(ring().slot_in(p, i), range.lo), range);
     }
 """
 COPY_FREE = "    ring().let_go(i, Receiving{c});\n"
-SUM = "    a.reduce(in_tensors(c.own_to, c.output), in_tensors(c.own_from, c.input), c.ranks, slot, c.rank, range, c.sum);\n"
+SUM = """    a.reduce(in_tensors<A::flat>(c.own_to, c.output), in_tensors<A::flat>(c.own_from, c.input), c.ranks, slot, c.rank, range,
+             c.sum);
+"""
 SUM_FREE = "    ring().let_go(i, Own{c});\n"
 DIRECT_COPY = "    for (int p = 0; ok && p < c.peers(); ++p) push(p);\n"
 DIRECT_NOTIFY = "    if (ok) a.notify(c.peers(), [&](int p) { return at().live(c.pair[p].send) ? ready(p) : Mark{}; });\n"
@@ -106,7 +115,7 @@ PROTOCOL = (
            ("if (!ok || !(ok = ring().arrived(i, Receiving{c}))) return;", "ring().arrived(i, Receiving{c});")),
     mutant("copy: as many messages behind as slots", SNAC, MODEL, ("a.both(c.lag, Consume<A>", "a.both(c.geometry.slots, Consume<A>")),
     mutant("reduce: freed before it is read", STAGED, MODEL, swap(SUM, SUM_FREE)),
-    mutant("reduce: as many messages behind as slots", SNAC, MODEL, ("a.both(c.lag, Reduce<A>", "a.both(c.geometry.slots, Reduce<A>")),
+    mutant("reduce: as many messages behind as slots", SNAC, MODEL, (".both(c.lag, Reduce<A>", ".both(c.geometry.slots, Reduce<A>")),
     mutant("all-reduce: one ring for both halves", STAGED, MODEL, ("gather{a, c, Use::gather}", "gather{a, c, Use::ring}"),
            ("Use::gather}.send(", "Use::ring}.send("), ("Use::gather}.count_sent(", "Use::ring}.count_sent(")),
     mutant("all-reduce: sent on before it is summed", STAGED, MODEL,
@@ -114,7 +123,7 @@ PROTOCOL = (
     mutant("all-reduce: the input is sent on", STAGED, MODEL, ("send(i, OwnSum{c}, c.output)", "send(i, Own{c}, c.output)")),
     mutant("all-reduce: sums on after a failed gather", STAGED, MODEL, drop("reduce.ok = gather.ok;")),
     mutant("all-reduce: as many messages behind as slots", SNAC, MODEL,
-           ("a.both(c.lag, ReduceThenGather<A>", "a.both(c.geometry.slots, ReduceThenGather<A>")),
+           (".both(c.lag, ReduceThenGather<A>", ".both(c.geometry.slots, ReduceThenGather<A>")),
     mutant("packet: no wait for credit", PACKETS, MODEL,
            ("return Mark{all().mine().freed(p, a.team(), Use::packet), credit_for(all().sent(p), packet_slots)};", "return Mark{};")),
     mutant("packet: one credit too many", PACKETS, MODEL, ("credit_for(all().sent(p), packet", "credit_for(all().sent(p) - 1, packet")),
@@ -149,9 +158,28 @@ ADDRESSES = (
     mutant("wire: the last chunk too long", MOVES, UNIT, ("smaller(from + chunk, lo + bytes)}", "from + chunk}")),
     mutant("wire: no gaps between items", MOVES, UNIT, drop("if (wire < item.at) return gap(item.at - wire);")),
     mutant("wire: a carry is lost", MOVES, UNIT, ("== box.extent[d]; --d) index_[d] = 0;", "== box.extent[d]; --d);")),
+    mutant("flat: where the tensor begins is not where the bytes do", MOVES, UNIT,
+           ("tensors[route.tensor] + route.offset, nullptr", "tensors[route.tensor], nullptr")),
+    mutant("flat: the first grant serves all", MOVES, UNIT, ("grants[route.tensor].place + route.offset", "grants[0].place + route.offset")),
+    mutant("divider: rounded down", MOVES, UNIT, ("(32 + shift)) + divisor - 1) / divisor)", "(32 + shift))) / divisor)")),
+    mutant("slots: a power of two is none", CHANNEL, UNIT, ("(slots & (slots - 1)) == 0", "(slots & (slots - 1)) != 0")),
     mutant("half: ties away from even", "halves.hpp", UNIT, ("0x0fffu + (rest >> 13 & 1u)) >> 13", "0x1000u) >> 13")),
     mutant("bfloat16: ties away from even", "halves.hpp", UNIT, ("0x7fffu + (bits >> 16 & 1u)) >> 16", "0x8000u) >> 16")),
     mutant("max: NaN is lost", "numeric.hpp", UNIT, ("return b > a || b != b ?", "return b > a ?")),
+)
+
+PLANS = (
+    mutant("plan: a flat route forgets where its tensor lies", PLAN, ENDPOINT,
+           ("route.offset = item.box.offset - item.at;", "route.offset = -item.at;")),
+    mutant("plan: a flat route forgets its tensor", PLAN, ENDPOINT, drop("route.tensor = item.box.tensor;")),
+    mutant("plan: a box with strides is flat", PLAN, ENDPOINT, ("route.count == 1 && items_.back().box.dims == 0", "route.count == 1")),
+    mutant("plan: several stretches are flat", PLAN, ENDPOINT, ("route.count == 1 && items", "route.count >= 1 && items")),
+    mutant("plan: a chunk is cut through an element", PLAN, ENDPOINT,
+           ("round_up(larger<i64>(ceil_div(route.bytes, call_.teams), 16), 16)", "larger<i64>(ceil_div(route.bytes, call_.teams), 16)")),
+    mutant("plan: chunks longer than slots", PLAN, ENDPOINT, ("? smaller(even, geometry.slot_bytes) : even", "? even : even")),
+    mutant("plan: steps of my own messages alone", PLAN, ENDPOINT,
+           ("larger(call_.pair[p].send.messages(0, call_.teams), call_.pair[p].receive.messages(0, call_.teams))",
+            "call_.pair[p].send.messages(0, call_.teams)")),
 )
 
 HANDS = (
@@ -161,10 +189,11 @@ HANDS = (
     mutant("expect, take: no acquire", CPU, THREADS,
            ("number_of(shared(word).load(std::memory_order_acquire))", "number_of(shared(word).load(std::memory_order_relaxed))")),
     mutant("grant: no release", CPU, THREADS, ("m.value.tag, std::memory_order_release", "m.value.tag, std::memory_order_relaxed")),
-    mutant("put: no release", CPU, THREADS, ("store(out.tag, std::memory_order_release)", "store(out.tag, std::memory_order_relaxed)")),
+    mutant("put: no wait for credit", CPU, THREADS, drop("if (Arrival got = wait(n, credit, where); got != Arrival::yes) return got;")),
+    mutant("put: no release", CPU, THREADS, ("store(lines.tag, std::memory_order_release)", "store(lines.tag, std::memory_order_relaxed)")),
     mutant("put: the tag before the payload", CPU, THREADS,
            swap("gather(line, read, smaller(payload_bytes, out.range.hi - lo));",
-                "shared(reinterpret_cast<Word*>(line + payload_bytes)).store(out.tag, std::memory_order_release);")),
+                "shared(reinterpret_cast<Word*>(line + payload_bytes)).store(lines.tag, std::memory_order_release);")),
     mutant("meet: nobody waits", CPU, THREADS, drop("while (met_.load() < 2) sched_yield();")),
     mutant("meet: no release, no acquire", CPU, THREADS, ("met_.fetch_add(1)", "met_.fetch_add(1, std::memory_order_relaxed)"),
            ("met_.load() < 2", "met_.load(std::memory_order_relaxed) < 2")),
@@ -198,7 +227,7 @@ HANDS = (
 )
 # fmt: on
 
-MUTANTS = PROTOCOL + ADDRESSES + HANDS
+MUTANTS = PROTOCOL + ADDRESSES + PLANS + HANDS
 
 
 @dataclass(frozen=True)
@@ -228,7 +257,7 @@ def is_protocol(m: Mutant) -> bool:
 
 
 def plant(m: Mutant, folder: Path) -> None:
-    shutil.copytree(ROOT / "csrc/purlin", folder / "csrc/purlin", ignore=shutil.ignore_patterns("*.cuh"))
+    shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("*.cuh", "*.cu"))
     path = folder / "csrc/purlin" / m.file
     text = path.read_text()
     for old, new in m.edits:
@@ -318,7 +347,13 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="WORDS", help="mutants whose name or file holds these words")
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (default 2)")
     parser.add_argument("--list", action="store_true", help="name them and stop")
+    parser.add_argument("--device", action="store_true", help="mutants of the kernels instead: needs nvcc and a GPU")
+    parser.add_argument("--build", action="store_true", help="with --device: compile them and stop; needs no GPU")
     args = parser.parse_args()
+    if args.device:
+        import device_mutants  # it stands on this module
+
+        return device_mutants.main(args.only, args.jobs, list_only=args.list, build_only=args.build)
     chosen = [m for m in MUTANTS if args.only in m.name or args.only in m.file]
     if args.list:
         print("\n".join(f"{m.name}  ({m.file}, {m.caught_by[0]})" for m in chosen))

@@ -10,6 +10,9 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Ranks that share a GPU: a hardware queue for every stream, and no kernel that is loaded while another waits for its rank.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import pytest
 
@@ -26,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["gpu"],
         help="fail, instead of skip, tests whose need is not met",
     )
+    parser.addoption("--soak", type=int, default=400, help="calls of the random soak on a GPU")
+    parser.addoption("--soak-seed", type=int, default=0, help="what they are drawn from")
 
 
 def _no_gpu() -> str:

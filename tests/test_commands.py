@@ -15,12 +15,12 @@ from PIL import Image
 
 from purlin_core.errors import StallError
 from purlin_diffusion.__main__ import main
-from purlin_diffusion.commands import generate, latency, options, ranks
+from purlin_diffusion.commands import generate, latency, options, picture, ranks
 from purlin_diffusion.commands.exits import FAILED, WRONG_INPUT, InputError
 from purlin_diffusion.commands.latency import Visit
 from purlin_diffusion.commands.picture import Seconds
 
-TINY = ("--model", "tiny:flux", "--steps", "2", "--seed", "3", "--height", "48", "--width", "64")
+TINY = ("--device", "cpu", "--model", "tiny:flux", "--steps", "2", "--seed", "3", "--height", "48", "--width", "64")
 
 
 def pixels(path: Path) -> np.ndarray[Any, Any]:
@@ -100,7 +100,8 @@ def test_every_image_has_a_file_and_small_ones_are_enlarged(tmp_path: Path) -> N
         (["--backend", "smoke"], "backend"),
         (["--out", "picture.txt"], "ends in one of"),
         (["--out", "/proc/nowhere/picture.png"], "cannot be written"),
-        (["--device", "cuda", "--ranks", "16"], "a GPU a rank"),
+        (["--device", "cuda", "--ranks", "99"], "1 to 16; got 99"),
+        (["--device", "cuda", "--processes", "--ranks", "16"], "a GPU a rank"),
     ],
 )
 def test_bad_input_ends_before_any_rank_starts(
@@ -132,6 +133,47 @@ def test_an_error_of_ours_is_one_line_and_any_other_is_a_traceback(
     fails(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         main(call)
+
+
+def test_what_a_pipeline_refuses_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    call = ["generate", "--device", "cpu", "--model", "tiny:sd3", "--height", "60", "--out", str(tmp_path / "x.png")]
+    assert main(call) == WRONG_INPUT
+    told = capsys.readouterr().err.strip()
+    assert told.startswith("generate: StableDiffusion3Pipeline: `height` and `width` have to be divisible by 16")
+    assert len(told.splitlines()) == 1
+
+
+def test_a_value_error_that_is_not_diffusers_own_keeps_its_traceback() -> None:
+    with pytest.raises(ValueError, match="glue") as caught, picture.refusals_in_one_line(object()):
+        raise ValueError("glue")
+    assert not isinstance(caught.value, InputError)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "built", "arguments", "mode", "places"),
+    [
+        (0, True, [], "processes", ["cpu"] * 3),
+        (1, True, [], "threads", ["cuda:0"] * 3),
+        (1, True, ["--threads"], "threads", ["cuda:0"] * 3),
+        (1, True, ["--processes"], "processes", ["cpu"] * 3),
+        (1, True, ["--device", "cpu"], "processes", ["cpu"] * 3),
+        (1, False, [], "processes", ["cpu"] * 3),
+        (1, False, ["--device", "cuda"], "threads", ["cuda:0"] * 3),
+        (2, True, ["--device", "cuda"], "threads", ["cuda:0"] * 3),
+        (3, True, [], "processes", ["cuda:0", "cuda:1", "cuda:2"]),
+        (4, False, ["--threads"], "threads", ["cuda:0", "cuda:1", "cuda:2"]),
+    ],
+)
+def test_ranks_have_a_gpu_each_or_share_one_as_threads(
+    gpus: int, built: bool, arguments: list[str], mode: str, places: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (options, ranks):
+        monkeypatch.setattr(module, "gpus", lambda: gpus)
+    monkeypatch.setattr(options, "find_spec", lambda _: built or None)
+    chosen = read_options("--model", "tiny:flux", "--ranks", "3", *arguments)
+    assert chosen.mode == mode
+    assert ranks.places(chosen) == places
+    assert ranks.sharing(chosen).startswith("3 ranks share cuda:0") == (places == ["cuda:0"] * 3)
 
 
 def test_a_launcher_says_how_many_ranks_there_are() -> None:

@@ -18,10 +18,12 @@ TWO_GPUS = [
     *CPU_FINDINGS,
     Finding("purlin_core._cuda", True, ""),
     Finding("NVIDIA driver", True, ""),
+    Finding("purlin on GPUs", True, ""),
     Finding("P2P", True, ""),
     Finding("GPU 0", True, ""),
     Finding("GPU 1", True, ""),
 ]
+ONE_GPU = [finding for finding in TWO_GPUS if finding.name not in ("P2P", "GPU 1")]
 
 
 def without(findings: list[Finding], name: str) -> list[Finding]:
@@ -61,11 +63,13 @@ def test_health_is_that_of_the_cpu_path(name: str) -> None:
 
 def test_the_backend_is_purlin_only_when_nothing_is_in_its_way() -> None:
     assert doctor.backend(CPU_FINDINGS).seen == "purlin on CPU ranks"
-    assert doctor.backend(TWO_GPUS).seen == "purlin on 2 GPUs"
-    for name in ("purlin_core._cuda", "NVIDIA driver", "P2P"):
-        choice = doctor.backend(without(TWO_GPUS, name))
-        assert choice.good is False
-        assert choice.seen.startswith("torch") and name in choice.seen
+    assert doctor.backend(TWO_GPUS).seen.startswith("purlin on 2 GPUs")
+    assert doctor.backend(ONE_GPU).seen.startswith("purlin on 1 GPU, for ranks that share it")
+    for findings, instead in ((TWO_GPUS, "torch (NCCL) on 2 GPUs"), (ONE_GPU, "one rank on 1 GPU")):
+        for name in (finding.name for finding in findings if finding not in CPU_FINDINGS):
+            choice = doctor.backend(without(findings, name))
+            assert choice.good is False
+            assert choice.seen.startswith(instead) and name in choice.seen
 
 
 @pytest.mark.parametrize(
@@ -117,6 +121,17 @@ def test_links_are_read_from_the_topology_matrix() -> None:
     assert links[0, 1] == links[1, 0] == "NV18"
     assert links[0, 2] == links[2, 1] == "PHB"
     assert len(links) == 6
+
+
+def test_who_reaches_whom_is_a_row_a_gpu_and_one_line_for_all() -> None:
+    pairs = {(i, j): True for i in range(3) for j in range(3) if i != j}
+    links = dict.fromkeys(pairs, "NV18")
+    assert doctor.reach_text(1, pairs, links) == "; reaches 0 (NV18), 2 (NV18)"
+    assert doctor.peers_finding(pairs, links).seen == "all 3 pairs (NV18)"
+    apart = {**pairs, (0, 2): False}
+    assert doctor.reach_text(0, apart, {}) == "; reaches 1 (link unknown)"
+    finding = doctor.peers_finding(apart, links)
+    assert finding.good is False and finding.seen == "no access 0-2" and finding.cure
 
 
 def test_a_version_outside_our_range_is_a_no(monkeypatch: pytest.MonkeyPatch) -> None:

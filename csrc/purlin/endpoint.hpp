@@ -77,6 +77,7 @@ class Endpoint {
   Death death() const;
   Stalled stalled() const;
   Word calls() const;
+  unsigned signature() const;      // of the call that failed; 0: unknown
   Word post(int peer_rank) const;  // {calls : 40, signature : 24} as that rank last said
 
  private:
@@ -85,8 +86,27 @@ class Endpoint {
   std::unique_ptr<State> state_;
 };
 
-// Ranks of one process on one device: their calls run as one. Each rank still makes its own, from a thread of its own. Nothing to the CPU.
+// Ranks of one process: their calls are launched together, on one device as one kernel. Each rank still makes its own, from a thread of its own. Nothing to
+// the CPU.
 void fuse(const std::vector<Endpoint*>& ranks);
+
+// Memory of the current device, zeroed, that ranks of this process may share.
+class Memory {
+ public:
+  explicit Memory(std::size_t bytes);
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  std::uintptr_t address() const { return reinterpret_cast<std::uintptr_t>(first_); }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  void* first_ = nullptr;
+  std::size_t bytes_;
+  int device_ = 0;
+};
+bool can_reach(int device, int peer);
+void reach(int peer);  // let the current device read and write memory of that one
 
 // Memory of a packet window, tags included: how long a line is, is the Atom's own. csrc/cpu.cpp, csrc/cuda.cu.
 i64 stored_bytes(i64 window_bytes);

@@ -58,10 +58,15 @@ struct Range {
 };
 
 // Wire bytes [lo, lo + bytes) of some items, cut into chunks of `chunk` bytes (a multiple of 16) that are dealt to the teams in turn.
+// A *flat* route is one stretch of one tensor and needs no items: wire byte x lies at tensor + offset + x.
 struct Route {
   const Item* items;
-  int count;
+  int count;  // 0: flat
   i64 lo, bytes, chunk;
+  i64 offset = 0;
+  int tensor = 0;
+
+  PURLIN_FN bool flat() const { return count == 0; }
 
   PURLIN_FN Range range(int step, int team, int teams) const {
     i64 from = lo + (static_cast<i64>(step) * teams + team) * chunk;
@@ -78,32 +83,41 @@ struct Grant {
   Word tag;
 };
 
-// Where wire bytes lie: in boxes of tensors, in boxes of a peer's granted outputs, or one after the other in a slot.
+// Where wire bytes lie: one after the other, or in boxes of tensors, or in boxes of a peer's granted outputs.
 struct Place {
-  const Item* items;
+  const Item* items;  // nullptr: wire byte x lies at first + x
   int count;
+  char* first;
   char* const* tensors;  // base of each tensor, or nullptr
   char* arena;           // with `grants`: tensor k begins at arena + grants[k].place
   const Grant* grants;
-  char* slot;  // wire byte x lies at slot + (x - origin)
-  i64 origin;
+  bool shared;  // a slot, or a peer's: another rank reads what is written here
 
+  PURLIN_FN bool flat() const { return items == nullptr; }
   PURLIN_FN char* base(int tensor) const { return grants ? arena + grants[tensor].place : tensors[tensor]; }
 };
+// `flat`: all routes of the call are, and the compiler knows it.
+template <bool flat = false>
 PURLIN_FN Place in_tensors(const Route& route, char* const* tensors) {
-  return {route.items, route.count, tensors, nullptr, nullptr, nullptr, 0};
+  if (flat || route.flat()) return {nullptr, 0, tensors[route.tensor] + route.offset, nullptr, nullptr, nullptr, false};
+  return {route.items, route.count, nullptr, tensors, nullptr, nullptr, false};
 }
+template <bool flat = false>
 PURLIN_FN Place in_granted(const Route& route, char* arena, const Grant* grants) {
-  return {route.items, route.count, nullptr, arena, grants, nullptr, 0};
+  if (flat || route.flat())
+    return {nullptr, 0, arena + grants[route.tensor].place + route.offset, nullptr, nullptr, nullptr, true};
+  return {route.items, route.count, nullptr, nullptr, arena, grants, true};
 }
-PURLIN_FN Place in_slot(char* slot, i64 origin) { return {nullptr, 0, nullptr, nullptr, nullptr, slot, origin}; }
+PURLIN_FN Place in_slot(char* slot, i64 origin) {  // whose first byte is wire byte `origin`
+  return {nullptr, 0, slot - origin, nullptr, nullptr, nullptr, true};
+}
 
 // A position on a Place. at() is nullptr on the bytes between two items.
 class Cursor {
  public:
   PURLIN_FN Cursor(const Place& place, i64 wire) : place_(place) {
-    if (place.slot) {
-      row_ = place.slot + (wire - place.origin);
+    if (place.flat()) {
+      row_ = place.first + wire;
       left_ = forever;
     } else {
       while (item_ < place.count && place.items[item_].at + place.items[item_].bytes <= wire) ++item_;

@@ -44,20 +44,47 @@ PURLIN_FN W join(W a, W b) {
   }
 }
 
-// Calls f(a type like Half{}) for the dtype; its Stored and Wide say how elements lie and accumulate.
+// How elements of a dtype lie and accumulate.
+template <Dtype dtype>
+struct TypeOf;
+template <>
+struct TypeOf<Dtype::float32> : Plain<float, float> {};
+template <>
+struct TypeOf<Dtype::float16> : Half {};
+template <>
+struct TypeOf<Dtype::bfloat16> : Bfloat {};
+template <>
+struct TypeOf<Dtype::float64> : Plain<double, double> {};
+template <>
+struct TypeOf<Dtype::int8> : Plain<std::int8_t, int> {};
+template <>
+struct TypeOf<Dtype::int16> : Plain<std::int16_t, int> {};
+template <>
+struct TypeOf<Dtype::int32> : Plain<std::int32_t, std::int32_t> {};
+template <>
+struct TypeOf<Dtype::int64> : Plain<std::int64_t, std::int64_t> {};
+template <>
+struct TypeOf<Dtype::uint8> : Plain<std::uint8_t, int> {};
+
+// Calls f(a value of a type that holds the dtype as a constant, `value`).
+template <class F>
+PURLIN_FN auto with_constant(Dtype dtype, F f) {
+  switch (dtype) {
+    case Dtype::float32: return f(std::integral_constant<Dtype, Dtype::float32>{});
+    case Dtype::float16: return f(std::integral_constant<Dtype, Dtype::float16>{});
+    case Dtype::bfloat16: return f(std::integral_constant<Dtype, Dtype::bfloat16>{});
+    case Dtype::float64: return f(std::integral_constant<Dtype, Dtype::float64>{});
+    case Dtype::int8: return f(std::integral_constant<Dtype, Dtype::int8>{});
+    case Dtype::int16: return f(std::integral_constant<Dtype, Dtype::int16>{});
+    case Dtype::int32: return f(std::integral_constant<Dtype, Dtype::int32>{});
+    case Dtype::int64: return f(std::integral_constant<Dtype, Dtype::int64>{});
+    default: return f(std::integral_constant<Dtype, Dtype::uint8>{});
+  }
+}
+// Calls f(a type like Half{}) for the dtype.
 template <class F>
 PURLIN_FN void with_dtype(Dtype dtype, F f) {
-  switch (dtype) {
-    case Dtype::float32: return f(Plain<float, float>{});
-    case Dtype::float16: return f(Half{});
-    case Dtype::bfloat16: return f(Bfloat{});
-    case Dtype::float64: return f(Plain<double, double>{});
-    case Dtype::int8: return f(Plain<std::int8_t, int>{});
-    case Dtype::int16: return f(Plain<std::int16_t, int>{});
-    case Dtype::int32: return f(Plain<std::int32_t, std::int32_t>{});
-    case Dtype::int64: return f(Plain<std::int64_t, std::int64_t>{});
-    case Dtype::uint8: return f(Plain<std::uint8_t, int>{});
-  }
+  with_constant(dtype, [&](auto constant) { f(TypeOf<decltype(constant)::value>{}); });
 }
 
 }  // namespace purlin::numeric

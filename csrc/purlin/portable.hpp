@@ -9,6 +9,13 @@
 
 namespace purlin {
 
+// Code for this GPU may use bulk copies (sm_90 and later).
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+constexpr bool has_bulk = true;
+#else
+constexpr bool has_bulk = false;
+#endif
+
 using i64 = long long;
 using Word = unsigned long long;  // a shared word: 8-byte aligned, lock-free, one writer
 

@@ -22,13 +22,16 @@ PURLIN_FN void direct(A& a, const Call& c) {
   a.both(0, ConsumeDirect<A>{a, c}, StageDirect<A>{a, c});
 }
 template <Atom A>
-PURLIN_FN void staged(A& a, const Call& c) {
-  if (c.kind == Kind::copy) {
-    a.both(c.lag, Consume<A>{a, c}, Stage<A>{a, c});
-  } else if (c.kind == Kind::reduce) {
-    a.both(c.lag, Reduce<A>{a, c}, Stage<A>{a, c});
+PURLIN_FN void staged_copy(A& a, const Call& c) {
+  a.both(c.lag, Consume<A>{a, c}, Stage<A>{a, c});
+}
+// The hands that stage may be others than those that add.
+template <Atom A, Atom B>
+PURLIN_FN void staged_sum(A& adding, B& staging, const Call& c) {
+  if (c.kind == Kind::reduce) {
+    adding.both(c.lag, Reduce<A>{adding, c}, Stage<B>{staging, c});
   } else {
-    a.both(c.lag, ReduceThenGather<A>{a, c}, Stage<A>{a, c});
+    adding.both(c.lag, ReduceThenGather<A>{adding, c}, Stage<B>{staging, c});
   }
 }
 
@@ -38,7 +41,7 @@ PURLIN_FN void run(A& a, const Call& c) {
   switch (c.regime) {
     case Regime::packet: packets(a, c); break;
     case Regime::direct: direct(a, c); break;
-    case Regime::staged: staged(a, c); break;
+    case Regime::staged: c.kind == Kind::copy ? staged_copy(a, c) : staged_sum(a, a, c); break;
   }
   a.leave();
 }

@@ -30,6 +30,7 @@ struct Call {
   Sum sum;
   int rank, ranks, teams, lag, steps;
   int grants;          // direct: outputs granted
+  bool flat;           // all routes are
   unsigned signature;  // 24 bits: the call as all ranks know it
   Geometry geometry;
   char* arena[max_ranks];  // by rank, as this rank sees them

@@ -99,7 +99,13 @@ def modules() -> Iterator[Finding]:
     yield Finding("purlin_core._cpu", not why, why or "built: ranks on this CPU", cure, needed=True)
     why = import_error("purlin_core._cuda")
     cure = "build it where nvcc 12.8 or newer is: PURLIN_CUDA=ON pip install ."
-    yield Finding("purlin_core._cuda", not why, why or "built: sm_80, sm_90a, sm_100a, PTX", cure)
+    yield Finding("purlin_core._cuda", not why, why or f"built for {built_for()}", cure)
+
+
+def built_for() -> str:
+    """The GPUs that the CUDA module here has code for, as CMake was told; `virtual` is PTX, which the driver compiles."""
+    names: str = importlib.import_module("purlin_core._cuda").built_for
+    return names
 
 
 def import_error(module: str) -> str:
@@ -154,14 +160,20 @@ def cuda() -> Iterator[Finding]:
         yield Finding(
             "GPUs", False, "torch sees none", "check CUDA_VISIBLE_DEVICES, or a container started without GPUs"
         )
+    reach = peers(count)
+    links = link_names(command_output("nvidia-smi", "topo", "-m"), count) if count > 1 else {}
     for each in gpus:
         major, minor = each.capability
-        seen = f"{each.name}, sm_{major}{minor}, {each.memory_gib:.0f} GiB"
+        seen = f"{each.name}, sm_{major}{minor}, {each.memory_gib:.0f} GiB{reach_text(each.index, reach, links)}"
         yield Finding(
             f"GPU {each.index}", each.capability >= OLDEST_CAPABILITY, seen, "purlin needs sm_80 (Ampere) or newer"
         )
-    if len(gpus) > 1:
-        yield peers(len(gpus))
+    if count > 1:
+        yield peers_finding(reach, links)
+    if gpus and not import_error("purlin_core._cuda"):
+        why = cuda_module_error(count)
+        cure = "driver 580 or newer for a module of CUDA 13, or build it with the CUDA of this driver"
+        yield Finding("purlin on GPUs", not why, why or "purlin_core._cuda has memory on each", cure)
 
 
 def driver_finding(driver: str, status: int | None, built_for: str | None) -> Finding:
@@ -209,14 +221,38 @@ def gpu(index: int) -> Gpu:
     return Gpu(index, properties.name, (properties.major, properties.minor), properties.total_memory / 2**30)
 
 
-def peers(count: int) -> Finding:
-    """Which pairs reach each other's memory, and over what."""
+def cuda_module_error(count: int) -> str:
+    """Why purlin_core._cuda cannot use one of `count` GPUs, in CUDA's words; empty when it has memory on each. Its CUDA is not torch's."""
+    import torch
+
+    try:
+        native = importlib.import_module("purlin_core._cuda")
+        for index in range(count):
+            with torch.cuda.device(index):
+                native.Memory(4096)
+    except Exception as error:
+        return first_line(error)
+    return ""
+
+
+def peers(count: int) -> dict[tuple[int, int], bool]:
+    """Whether GPU i reaches the memory of GPU j, by (i, j)."""
     import torch
 
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    without = [f"{i}-{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
-    links = sorted(set(link_names(command_output("nvidia-smi", "topo", "-m"), count).values())) or ["link unknown"]
-    seen = f"no access {', '.join(without)}" if without else f"all {len(pairs) // 2} pairs ({', '.join(links)})"
+    return {(i, j): torch.cuda.can_device_access_peer(i, j) for i, j in pairs}
+
+
+def reach_text(index: int, reach: dict[tuple[int, int], bool], links: dict[tuple[int, int], str]) -> str:
+    """One row of the matrix of P2P."""
+    row = [f"{j} ({links.get((i, j), 'link unknown')})" for (i, j), yes in reach.items() if i == index and yes]
+    return f"; reaches {', '.join(row)}" if row else ""
+
+
+def peers_finding(reach: dict[tuple[int, int], bool], links: dict[tuple[int, int], str]) -> Finding:
+    without = [f"{i}-{j}" for (i, j), yes in reach.items() if not yes]
+    names = ", ".join(sorted(set(links.values()))) or "link unknown"
+    seen = f"no access {', '.join(without)}" if without else f"all {len(reach) // 2} pairs ({names})"
     cure = "GPUs under one NVLink switch or bridge; in a VM or container, P2P allowed and IOMMU/ACS off"
     return Finding("P2P", not without, seen, cure)
 
@@ -256,21 +292,29 @@ def xformers_error() -> str:
 
 
 def backend(findings: Iterable[Finding]) -> Finding:
-    """What backend="auto" can choose on this machine, from what was found."""
+    """What parallelize does on this machine with backend="auto", from what was found."""
     good = {finding.name: finding.good for finding in findings}
-    gpus = sum(name.startswith("GPU ") for name in good)
+    gpus = [name for name in good if name.startswith("GPU ")]
     if not gpus:
         works = bool(good["purlin_core._cpu"] and good["memfd"])
         return Finding(
-            "backend", works, "purlin on CPU ranks" if works else "none", "see the lines marked NO", needed=True
+            "parallelize", works, "purlin on CPU ranks" if works else "none", "see the lines marked NO", needed=True
         )
-    wanted = ["purlin_core._cuda", "NVIDIA driver", *(["P2P"] if gpus > 1 else [])]
-    missing = [name for name in wanted if not good.get(name)]
+    wanted = ["purlin_core._cuda", "NVIDIA driver", "purlin on GPUs", *gpus, *(["P2P"] if len(gpus) > 1 else [])]
+    missing = ", ".join(name for name in wanted if not good.get(name))
+    if missing and len(gpus) > 1:
+        return Finding(
+            "parallelize", False, f"torch (NCCL) on {len(gpus)} GPUs, because of: {missing}", "see those lines"
+        )
     if missing:
         return Finding(
-            "backend", False, f"torch (NCCL) on {gpus} GPUs, because of: {', '.join(missing)}", "see those lines"
+            "parallelize", False, f"one rank on 1 GPU, no ranks that share it, because of: {missing}", "see those lines"
         )
-    return Finding("backend", True, f"purlin on {gpus} GPU{'s' if gpus > 1 else ''}")
+    if len(gpus) > 1:
+        return Finding(
+            "parallelize", True, f"purlin on {len(gpus)} GPUs, as threads (devices={len(gpus)}) or processes"
+        )
+    return Finding("parallelize", True, "purlin on 1 GPU, for ranks that share it: devices=['cuda:0', 'cuda:0']")
 
 
 # ---- telling ---------------------------------------------------------------------------------------------------------

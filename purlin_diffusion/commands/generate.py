@@ -14,7 +14,7 @@ from purlin_diffusion.commands.exits import DONE, InputError, ended
 from purlin_diffusion.commands.machine import cores, versions
 from purlin_diffusion.commands.options import Options, add_model_arguments, check_count, check_writable, read_options
 from purlin_diffusion.commands.picture import Seconds, call, call_arguments, load
-from purlin_diffusion.commands.ranks import here, on_ranks, parallel, place
+from purlin_diffusion.commands.ranks import here, on_ranks, parallel, place, sharing
 
 FORMATS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff"}
 SMALL, VIEWABLE = 128, 280  # pixels: pictures below the first are shown at about the second
@@ -127,6 +127,7 @@ def record(options: Options, reports: Sequence[Report]) -> dict[str, Any]:
         "ranks": options.ranks,
         "mode": options.mode,
         "device": root.device,
+        "sharing": sharing(options),
         "route": root.route,
         "attention": options.attention,
         "seconds": {
@@ -155,6 +156,8 @@ def summary(written: dict[str, Any], beside: Path) -> str:
         f"  {ranks} rank{'s' * (ranks > 1)} on {written['device']} ({written['mode']}): {written['route']}",
         f"  {seconds['whole']:.2f} s{step}; loading took {seconds['load']:.2f} s",
     ]
+    if written["sharing"]:
+        lines.append(f"  {written['sharing']}")
     if written["sent_bytes"]:
         lines.append(f"  {sum(written['sent_bytes']):,} bytes exchanged; {tokens_line(written['tokens'])}")
     return "\n".join([*lines, f"  all of it: {beside}"])

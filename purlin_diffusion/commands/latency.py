@@ -25,7 +25,7 @@ from purlin_diffusion.commands.options import (
     read_options,
 )
 from purlin_diffusion.commands.picture import Seconds, call, call_arguments, load
-from purlin_diffusion.commands.ranks import here, on_ranks, parallel, place
+from purlin_diffusion.commands.ranks import here, on_ranks, parallel, place, places, sharing
 
 BACKENDS = ("purlin", "torch")
 
@@ -117,21 +117,23 @@ def measure(options: Options, repeats: int, warmup: int) -> list[Visit]:
     return visits
 
 
-def alone_threads(options: Options) -> list[int]:
-    """How many threads one rank is timed with on a CPU: as many as one of several has, and all cores. The better one is the rival."""
-    return sorted({max(1, cores() // options.ranks), cores()} if place(options) == "cpu" else {1})
+def alone_threads(options: Options) -> list[int | None]:
+    """How many threads one rank is timed with on a CPU: as many as one of several has, and all cores. The better one is the rival.
+
+    None: as many as it has, on a GPU.
+    """
+    return [*sorted({max(1, cores() // options.ranks), cores()})] if place(options) == "cpu" else [None]
 
 
-def visit_alone(pipe: Any, options: Options, threads: int, *, warmup: int) -> tuple[Visit, Any]:
+def visit_alone(pipe: Any, options: Options, threads: int | None, *, warmup: int) -> tuple[Visit, Any]:
     """The root draws while the others wait. Returns its image too."""
-    import torch
+    from purlin_diffusion.workers import intra_op_threads
 
-    visit, image = Visit(f"1 rank, {threads} thread{'s' * (threads > 1)}"), None
+    how = f", {threads} thread{'s' * (threads > 1)}" if threads else ""
+    visit, image = Visit(f"1 rank{how}"), None
     if here(options) == 0:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        image, seconds = draw(pipe, options, warmup=warmup)
-        torch.set_num_threads(before)
+        with intra_op_threads(threads):
+            image, seconds = draw(pipe, options, warmup=warmup)
         visit = replace(visit, seconds=seconds)
     meet(options)
     return visit, image
@@ -201,8 +203,11 @@ def headline(options: Options, repeats: int, warmup: int) -> str:
     arguments = {name: value for name, value in call_arguments(options).items() if name != "prompt"}
     said = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     how = "threads of one process" if options.mode == "threads" else "processes"
+    where = ", ".join(dict.fromkeys(places(options)))
+    shared = f"{sharing(options)}\n" if sharing(options) else ""
     return (
-        f"{options.model} ({said or 'defaults of the pipeline'}), {options.ranks} {how}, attention {options.attention}\n"
+        f"{options.model} ({said or 'defaults of the pipeline'}), {options.ranks} {how} on {where}, attention {options.attention}\n"
+        f"{shared}"
         f"{repeats} repeats, interleaved, each after {warmup} warm-up; times: median (least to most), of the slowest rank;"
         f" speed-up: over the best of 1 rank; {cores()} cores, shared by the ranks"
     )

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,6 +17,7 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 
 MAX_RANKS = 16  # csrc/purlin/moves.hpp
+APART = ("processes", "launched")  # modes whose ranks are processes
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, help="ranks that draw together (default: torchrun's, else 1)")
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
-        "--processes", dest="mode", action="store_const", const="processes", help="a process a rank (default)"
+        "--processes",
+        dest="mode",
+        action="store_const",
+        const="processes",
+        help="a process a rank (default, but where there are GPUs and fewer than ranks)",
     )
     place.add_argument(
         "--threads", dest="mode", action="store_const", const="threads", help="ranks are threads of this process"
     )
     parser.add_argument(
-        "--device", choices=get_args(Device), default="auto", help="where ranks compute (default: auto)"
+        "--device",
+        choices=get_args(Device),
+        default="auto",
+        help="where ranks compute (default: auto, GPUs where there are any; threads share one where there are fewer than ranks)",
     )
     parser.add_argument("--attention", default="auto", help="auto | gather_kv | ulysses (default: auto)")
     parser.add_argument("--dtype", choices=get_args(Dtype), help="of the weights (default: the model's)")
@@ -66,6 +75,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def read_options(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Options:
     """Raises InputError."""
     ranks, mode = read_ranks(args.ranks, args.mode, environment)
+    if mode == "processes" and args.mode is None and gpus() < ranks and may_share(args.device):
+        mode = "threads"  # which alone can share a GPU
     options = Options(
         model=args.model,
         ranks=ranks,
@@ -106,6 +117,18 @@ def read_ranks(ranks: int | None, mode: Mode | None, environment: Mapping[str, s
     return ranks, "single" if ranks == 1 else mode or "processes"
 
 
+def gpus() -> int:
+    """How many torch sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def may_share(device: Device) -> bool:
+    """Whether threads share a GPU where there are fewer than ranks: purlin alone can carry their exchanges."""
+    return device == "cuda" or (device == "auto" and gpus() > 0 and find_spec("purlin_core._cuda") is not None)
+
+
 def check_count(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise InputError(f"{name} needs 1 or more; got {value}")
@@ -125,10 +148,13 @@ def check_writable(name: str, file: Path) -> None:
 
 
 def check_device(options: Options) -> None:
-    import torch
-
-    if options.device == "cuda" and torch.cuda.device_count() < options.ranks:
-        raise InputError(f"--device cuda needs a GPU a rank, {options.ranks}; torch sees {torch.cuda.device_count()}")
+    if options.device != "cuda":
+        return
+    if options.mode in APART and gpus() < options.ranks:
+        cure = ", or leave --processes out: threads share one" * (options.mode == "processes" and gpus() > 0)
+        raise InputError(f"--device cuda needs a GPU a rank, {options.ranks}; torch sees {gpus()}{cure}")
+    if gpus() == 0:
+        raise InputError("--device cuda needs a GPU; torch sees none: `python -m purlin_diffusion doctor` says why")
 
 
 def check_config(options: Options) -> None:

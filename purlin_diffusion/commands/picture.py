@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 import statistics
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -68,7 +71,7 @@ def call(pipe: Any, arguments: dict[str, Any], *, seed: int, output: str = "pil"
     known = inspect.signature(pipe.__call__).parameters
     if unknown := [name for name in arguments if name not in known]:
         raise InputError(f"{type(pipe).__name__} takes no {', '.join(unknown)}")
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else no_wait
+    wait = partial(torch.cuda.synchronize, pipe.device) if pipe.device.type == "cuda" else no_wait
     ends: list[float] = []
 
     def step_ended(_pipe: Any, _step: int, _time: Any, kept: dict[str, Any]) -> dict[str, Any]:
@@ -76,11 +79,32 @@ def call(pipe: Any, arguments: dict[str, Any], *, seed: int, output: str = "pil"
         return kept
 
     began = now(wait)
-    result = pipe(
-        **arguments, generator=torch.Generator().manual_seed(seed), output_type=output, callback_on_step_end=step_ended
-    )
+    with refusals_in_one_line(pipe):
+        result = pipe(
+            **arguments,
+            generator=torch.Generator().manual_seed(seed),
+            output_type=output,
+            callback_on_step_end=step_ended,
+        )
     whole = now(wait) - began
     return result.images, Seconds(whole, tuple(end - start for start, end in pairwise(ends)))
+
+
+@contextmanager
+def refusals_in_one_line(pipe: Any) -> Iterator[None]:
+    """A ValueError that diffusers itself raises says what is wrong with the arguments: it becomes an InputError."""
+    try:
+        yield
+    except ValueError as error:
+        if not raised_in(error).startswith("diffusers."):
+            raise
+        raise InputError(f"{type(pipe).__name__}: {' '.join(str(error).split())}") from error
+
+
+def raised_in(error: BaseException) -> str:
+    """The module whose line raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
 
 
 def now(wait: Callable[[], None]) -> float:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from purlin_diffusion.commands.options import Options, parallel_config
+from purlin_diffusion.commands.options import APART, Options, gpus, may_share, parallel_config
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ def on_ranks(work: Callable[..., T], options: Options, *args: Any) -> list[T]:
     Raises what work raised, RankError and LaunchError.
     """
     if options.mode == "launched":
-        return on_launched(lambda: work(options, *args))
+        return on_launched(lambda: work(options, *args), place(options))
     if options.mode == "processes":
         from purlin_diffusion import launch
 
@@ -27,11 +27,13 @@ def on_ranks(work: Callable[..., T], options: Options, *args: Any) -> list[T]:
     return [work(options, *args)]
 
 
-def on_launched(work: Callable[[], T]) -> list[T]:
+def on_launched(work: Callable[[], T], device: str) -> list[T]:
     """The results of all ranks come together on the root."""
     import torch
     import torch.distributed as dist
 
+    if device != "cpu":
+        torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
         results: list[Any] = [None] * dist.get_world_size()
@@ -48,11 +50,22 @@ def here(options: Options) -> int:
 
 def place(options: Options) -> str:
     """The device of this process's rank; of the first one where ranks are threads."""
-    import torch
+    return places(options)[here(options)]
 
-    if options.device == "cpu" or torch.cuda.device_count() < options.ranks:
-        return "cpu"
-    return f"cuda:{here(options)}"
+
+def places(options: Options) -> list[str]:
+    """Of every rank: a GPU each where there are as many, the first one for all where threads may share it, else the CPU."""
+    if options.device != "cpu" and gpus() >= options.ranks:
+        return [f"cuda:{rank}" for rank in range(options.ranks)]
+    shared = options.mode not in APART and may_share(options.device)
+    return ["cuda:0" if shared else "cpu"] * options.ranks
+
+
+def sharing(options: Options) -> str:
+    """What a figure is worth where ranks share a GPU; empty where they do not."""
+    devices = places(options)
+    shared = devices[0] != "cpu" and len(set(devices)) < len(devices)
+    return f"{options.ranks} ranks share {devices[0]}: this shows that it works, not how fast" if shared else ""
 
 
 @contextmanager
@@ -63,7 +76,7 @@ def parallel(pipe: Any, options: Options, **changes: Any) -> Iterator[Any]:
     if options.ranks == 1:
         yield None
         return
-    devices = options.ranks if options.mode == "threads" else None
+    devices = places(options) if options.mode == "threads" else None
     handle = parallelize(pipe, parallel_config(replace(options, **changes)), devices=devices)
     try:
         yield handle

@@ -41,7 +41,17 @@ def f(*shape: int) -> Tensor:
 
 
 def moves(x: Tensor, spec: str, **arguments: Any) -> Callable[[Communicator], object]:
-    return lambda comm: comm.redistribute(x, spec, **arguments)
+    """On the communicator's device, but for what is on none."""
+
+    def call(comm: Communicator) -> object:
+        placed = {name: _on(comm, value) for name, value in arguments.items()}
+        return comm.redistribute(_on(comm, x), spec, **placed)
+
+    return call
+
+
+def _on(comm: Communicator, x: Any) -> Any:
+    return x.to(comm.device) if isinstance(x, Tensor) and not x.is_meta else x
 
 
 def overlapping(comm: Communicator) -> None:
@@ -65,7 +75,7 @@ def onto_itself_of_a_copy(comm: Communicator) -> None:
 
 
 BAD = {
-    "meta input": Bad(DeviceError, ("all_gather_into_tensor: `x`", "meta", "cpu"), lambda c: c.all_gather_into_tensor(f(12), f(4).to("meta"))),
+    "meta input": Bad(DeviceError, ("all_gather_into_tensor: `x`", "meta"), lambda c: c.all_gather_into_tensor(f(12), f(4).to("meta"))),
     "meta output": Bad(DeviceError, ("`out`", "meta"), moves(f(4), "n@ -> n", out=f(12).to("meta"))),
     "complex sum": Bad(DtypeError, ("all_reduce: `x`", "complex64", "Cast"), lambda c: c.all_reduce(f(4).to(torch.complex64))),
     "bool sum": Bad(DtypeError, ("bool", "Cast"), moves(f(3) > 0, "+n -> n@")),
@@ -75,7 +85,7 @@ BAD = {
     "sum of two dtypes": Bad(DtypeError, ("float32 and float64",), lambda c: c.exchange([f(3), f(3).double()], "+n -> n")),
     "requires grad": Bad(DtypeError, ("requires grad", "no_grad"), lambda c: c.all_reduce(f(4).requires_grad_())),
     "out requires grad": Bad(DtypeError, ("`out` requires grad",), lambda c: c.all_gather_into_tensor(f(12).requires_grad_(), f(4))),
-    "lazy conjugate": Bad(DtypeError, ("resolve_conj",), moves(f(4).to(torch.complex64).conj(), "n@ -> n")),
+    "lazy conjugate": Bad(DtypeError, ("resolve_conj",), lambda c: c.redistribute(f(4).to(torch.complex64).conj(), "n@ -> n")),
     "sparse": Bad(ShapeError, ("sparse", "to_dense"), moves(f(4).to_sparse(), "n@ -> n")),
     "sparse rows": Bad(ShapeError, ("sparse_csr", "to_dense"), lambda c: c.redistribute(f(4, 4).to_sparse_csr(), "a@ b -> a b")),
     "sparse output": Bad(ShapeError, ("`out`", "sparse"), moves(f(4), "n@ -> n", out=f(12).to_sparse())),
@@ -108,7 +118,7 @@ BAD = {
     "another's shard": Bad(AliasError, ("`out`", "`x`"), another_shard),
     "two outputs meet": Bad(AliasError, ("out[1]", "out[0]"), outputs_that_meet),
     "copy onto itself": Bad(AliasError, ("`out`", "`x`"), onto_itself_of_a_copy),
-    "expanded output": Bad(AliasError, ("memory of its own for each element",), moves(f(4), "n@ -> n", out=f(1).expand(12))),
+    "expanded output": Bad(AliasError, ("memory of its own for each element",), lambda c: c.redistribute(f(4), "n@ -> n", out=f(1).expand(12))),
     "expanded sum in place": Bad(AliasError, ("memory of its own for each element",), lambda c: c.all_reduce(f(1).expand(4))),
     "heap too small": Bad(ShapeError, ("empty", "heap_bytes", "reserve()"), lambda c: c.empty((1 << 20,))),
 }  # fmt: skip
@@ -123,16 +133,30 @@ def world() -> LocalWorld:
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named_on_every_rank_and_the_next_call_works(name: str, world: LocalWorld) -> None:
+    assert_named(name, world)
+
+
+def assert_named(name: str, world: LocalWorld) -> None:
     bad, before = BAD[name], [comm.stats() for comm in world.communicators]
-    for error in errors_of(world, bad.call):
+    for error in errors_of(world, on_its_device(bad.call)):
         assert type(error) is bad.error, error
         assert all(word in str(error) for word in bad.words), error
     assert [comm.stats() for comm in world.communicators] == before
 
     shards = [torch.arange(4.0) + 10 * rank for rank in range(RANKS)]
-    for out in world.run(lambda comm: comm.redistribute(shards[comm.rank], "n@ -> n")):
-        assert same_bits(out, torch.cat(shards))
+    for out in world.run(lambda comm: comm.redistribute(shards[comm.rank].to(comm.device), "n@ -> n")):
+        assert same_bits(out.cpu(), torch.cat(shards))
     world.run(Communicator.check)
+
+
+def on_its_device(call: Callable[[Communicator], object]) -> Callable[[Communicator], object]:
+    """What `call` makes lies on the communicator's device."""
+
+    def made_there(comm: Communicator) -> object:
+        with torch.device(comm.device):
+            return call(comm)
+
+    return made_there
 
 
 def test_what_requires_grad_may_pass_under_no_grad_and_inference_tensors_always(world: LocalWorld) -> None:

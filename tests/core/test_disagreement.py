@@ -26,7 +26,7 @@ def f(*shape: int) -> Tensor:
 
 
 def moves(x: Tensor, spec: str, **arguments: Any) -> Callable[[Communicator], object]:
-    return lambda comm: comm.redistribute(x, spec, **arguments)
+    return lambda comm: comm.redistribute(x.to(comm.device), spec, **arguments)
 
 
 def leaves_one_out(comm: Communicator) -> None:

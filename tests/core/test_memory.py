@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from purlin_core import Communicator, ShapeError
-from purlin_core.memory import HEAP_ALIGN, Heap, Segment
+from purlin_core.heap import HEAP_ALIGN, Heap
+from purlin_core.memory import Segment
 from tests.core.worlds import same_bits, world_of
 
 ROOM = 1 << 16

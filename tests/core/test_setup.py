@@ -179,7 +179,7 @@ def test_a_missing_thread_is_named_in_time() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"device": "meta"}, "needs to be 'cpu'; got 'meta'"),
+        ({"device": "meta"}, "needs to be 'cpu' or 'cuda'"),
         ({"timeout": 0}, "positive timeouts"),
         ({"setup_timeout": -1}, "positive timeouts"),
         ({"heap_bytes": -1}, "heap_bytes >= 0"),

@@ -174,7 +174,7 @@ def test_stats_say_what_was_really_allocated(ranks: int) -> None:
 
 
 def test_stats_survive_more_shapes_than_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("purlin_core.communicator.MOST_PLANS", 3)
+    monkeypatch.setattr("purlin_core.plans.MOST_PLANS", 3)
     with LocalWorld(2) as world:
 
         def gather(c: Communicator) -> None:

@@ -74,7 +74,7 @@ def spread(x: Tensor, gap: int = 2) -> Tensor:
     """The same values with gaps between them in memory: strides of every dim are `gap` times larger."""
     if x.ndim == 0:
         return x.clone()
-    wide = torch.zeros([size * gap for size in x.shape], dtype=x.dtype)
+    wide = torch.zeros([size * gap for size in x.shape], dtype=x.dtype, device=x.device)
     view = wide[tuple(slice(None, None, gap) for _ in x.shape)]
     view.copy_(x)
     return view

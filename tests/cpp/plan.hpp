@@ -2,6 +2,7 @@
 #pragma once
 #include "shape.hpp"
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -31,15 +32,15 @@ struct Built {
 
 class Builder {
  public:
-  Builder(const Shape& shape, const Limits& limits)
-      : s_(shape), limits_(limits), random_(shape.layout), built_(std::make_unique<Built>()) {
+  Builder(const Shape& shape, const Limits& limits, Wires wires)
+      : s_(shape), limits_(limits), wires_(wires), random_(shape.layout), built_(std::make_unique<Built>()) {
     built_->shape = shape;
     built_->part.resize(static_cast<size_t>(limits.ranks));
     bool granted = s_.regime == Regime::direct;
     int tensors = static_cast<int>(random_.between(1, granted ? max_grants : 3));
     for (int r = 0; r < limits.ranks; ++r) {
-      in_.emplace_back(random_, s_.form == Form::in_place ? tensors : static_cast<int>(random_.between(1, 3)));
-      out_.emplace_back(random_, tensors);
+      in_.emplace_back(random_, s_.form == Form::in_place ? tensors : static_cast<int>(random_.between(1, 3)), s_);
+      out_.emplace_back(random_, tensors, s_);
     }
   }
   std::unique_ptr<Built> build() {
@@ -63,14 +64,25 @@ class Builder {
   Pair& pair(int r, int other) { return part(r).call.pair[(other - r - 1 + limits_.ranks) % limits_.ranks]; }
   Shelf& in(int r) { return in_[static_cast<size_t>(r)]; }
   Shelf& out(int r) { return s_.form == Form::in_place ? in(r) : out_[static_cast<size_t>(r)]; }
-  Wire wire(i64 elements) { return test::wire(random_, s_, limits_, elements); }
+  Wire wire(i64 elements) { return test::wire(random_, s_, limits_, elements, wires_); }
   Boxes lay(Shelf& shelf, const Wire& w) {
     std::vector<Item> items;
     for (Range span : w.spans) items.push_back({span.lo, span.hi - span.lo, shelf.lay(span.hi - span.lo, s_.unit)});
     return &built_->items.emplace_back(std::move(items));
   }
-  static Route route(Boxes boxes, const Wire& w) {
-    return {boxes->data(), static_cast<int>(boxes->size()), w.lo, w.bytes, w.chunk};
+  Route route(Boxes boxes, const Wire& w) {
+    Route route{boxes->data(), static_cast<int>(boxes->size()), w.lo, w.bytes, w.chunk};
+    if (wires_ == Wires::loose && random_.chance(50)) flatten(route);
+    return route;
+  }
+  // Nothing of the route may lie outside its one item.
+  static void flatten(Route& route) {
+    if (route.count != 1 || route.items->box.dims > 0) return;
+    const Item& item = *route.items;
+    if (route.lo < item.at || route.lo + route.bytes > item.at + item.bytes) return;
+    route.offset = item.box.offset - item.at;
+    route.tensor = item.box.tensor;
+    route.count = 0;
   }
 
   void connect(int source, int reader, Route from, Route to) {
@@ -161,7 +173,7 @@ class Builder {
     std::vector<int> regions;
     i64& end = area == Area::heap ? p.heap_bytes : p.own_bytes;
     for (int k = 0; k < shelf.tensors(); ++k) {
-      Region region{area, end + random_.below(40), {}, {}};
+      Region region{area, round_up(end + random_.below(40), s_.grain), {}, {}};
       region.before.resize(static_cast<size_t>(shelf.bytes(k) + random_.below(9)));
       for (char& c : region.before) c = static_cast<char>(random_.next());
       region.after = region.before;
@@ -190,9 +202,19 @@ class Builder {
       c.steps = larger(c.steps, larger(pair.send.messages(0, c.teams), pair.receive.messages(0, c.teams)));
       pair.send_signature = signature(r, c.rank_of(p));
       pair.receive_signature = signature(c.rank_of(p), r);
-      for (int i = 0; i < pair.remote.count; ++i)
-        pair.reach = larger(pair.reach, place_of(pair.remote.items[i].box, pair.remote.items[i].bytes - 1) + 1);
+      if (c.grants > 0) pair.reach = reach(pair.remote, c.grants);
     }
+  }
+  // Bytes that each granted output has at least, if the route lies in them.
+  static i64 reach(const Route& route, int grants) {
+    std::vector<i64> needed(static_cast<size_t>(grants));
+    if (route.flat() && route.bytes > 0)
+      needed[static_cast<size_t>(route.tensor)] = route.offset + route.lo + route.bytes;
+    for (int i = 0; i < route.count; ++i) {
+      i64& bytes = needed[static_cast<size_t>(route.items[i].box.tensor)];
+      bytes = larger(bytes, place_of(route.items[i].box, route.items[i].bytes - 1) + 1);
+    }
+    return *std::min_element(needed.begin(), needed.end());
   }
   unsigned signature(int source, int reader) const {
     return static_cast<unsigned>(Random(s_.signature * 64ull + static_cast<Word>(source * 8 + reader)).next()) &
@@ -207,9 +229,9 @@ class Builder {
   }
   void move(int s, Boxes from, int d, Boxes to) {
     for (size_t k = 0; k < from->size(); ++k)
-      for (i64 i = 0; i < (*from)[k].bytes; ++i)
-        *element(part(d), part(d).outputs, (*to)[k], i, &Region::after) =
-            *element(part(s), part(s).inputs, (*from)[k], i, &Region::before);
+      for (i64 i = 0; i < (*from)[k].bytes; i += s_.unit)
+        std::memcpy(element(part(d), part(d).outputs, (*to)[k], i, &Region::after),
+                    element(part(s), part(s).inputs, (*from)[k], i, &Region::before), static_cast<size_t>(s_.unit));
   }
   void sum(const std::vector<Boxes>& from, const std::vector<int>& readers, const std::vector<Boxes>& to) {
     for (size_t k = 0; k < from[0]->size(); ++k)
@@ -231,6 +253,7 @@ class Builder {
 
   const Shape s_;
   const Limits limits_;
+  const Wires wires_;
   Random random_;
   std::unique_ptr<Built> built_;
   std::deque<Shelf> in_, out_;

@@ -4,6 +4,8 @@
 
 namespace purlin::test {
 
+constexpr int program_ranks = 4;
+
 struct Disagreement {
   int rank = -1, call = 0;  // rank < 0: none
   const char* field = "";
@@ -17,7 +19,7 @@ struct Program {  // what the ranks do
 };
 
 inline int plan(Program& p, const Shape& shape) {
-  p.plans.push_back(Builder(shape, p.setting.limits).build());
+  p.plans.push_back(Builder(shape, p.setting.limits, Wires::loose).build());
   return static_cast<int>(p.plans.size()) - 1;
 }
 
@@ -65,8 +67,9 @@ enum class Agree { yes, no };
 inline Program draw_program(Random& random, Lines lines, Agree agree) {
   Program p;
   bool alone = agree == Agree::yes && random.chance(2);
-  p.setting = draw_setting(random, alone ? 1 : static_cast<int>(random.between(2, most_ranks)), lines);
+  p.setting = draw_setting(random, alone ? 1 : static_cast<int>(random.between(2, program_ranks)), lines);
   int calls = static_cast<int>(random.between(2, 8)), only = random.chance(40) ? static_cast<int>(random.below(3)) : -1;
+  i64 most_bytes = p.setting.limits.ranks == 2 ? 400 : 200;
   std::vector<int> all;
   for (int k = 0; k < calls; ++k) {
     if (k > 0 && random.chance(20)) {
@@ -74,7 +77,7 @@ inline Program draw_program(Random& random, Lines lines, Agree agree) {
       continue;
     }
     int regime = only >= 0 ? only : random.chance(50) ? 0 : static_cast<int>(random.below(3));
-    all.push_back(plan(p, draw_shape(random, p.setting.limits, static_cast<Regime>(regime))));
+    all.push_back(plan(p, draw_shape(random, p.setting.limits, static_cast<Regime>(regime), most_bytes)));
   }
   p.schedule.assign(static_cast<size_t>(p.setting.limits.ranks), all);
   if (agree == Agree::yes) return p;

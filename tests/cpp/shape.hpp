@@ -13,7 +13,7 @@ namespace purlin::test {
 using model::Random;
 using std::size_t;
 
-constexpr int most_ranks = 4;
+constexpr int most_ranks = 8;
 
 enum class Form { apart, in_place };
 
@@ -31,7 +31,9 @@ struct Shape {
   i64 unit;                              // bytes of an element
   i64 elements[most_ranks][most_ranks];  // [source][reader]; sums and gathers use the first row
   unsigned signature;
-  Word layout;  // seed of everything that ranks need not agree on
+  Word layout;         // seed of everything that ranks need not agree on
+  i64 grain = 1;       // tensors, boxes and strides begin at multiples of it
+  bool plain = false;  // one stretch a route
 };
 
 // ---- where things lie -----------------------------------------------------------------------------------------------------------------------------------
@@ -48,16 +50,17 @@ inline i64 place_of(const Box& box, i64 byte) {
 // Some tensors of one rank, in which boxes are laid out one behind the other.
 class Shelf {
  public:
-  Shelf(Random& random, int tensors) : random_(random) {
-    for (int k = 0; k < tensors; ++k) ends_.push_back(random.below(20));
+  Shelf(Random& random, int tensors, const Shape& shape) : random_(random), grain_(shape.grain), plain_(shape.plain) {
+    for (int k = 0; k < tensors; ++k) ends_.push_back(round_up(random.below(20), grain_));
   }
   Box lay(i64 bytes, i64 unit) {
+    if (bytes % grain_ == 0) unit = larger(unit, grain_);
     Box box{};
     box.tensor = static_cast<int>(random_.below(static_cast<i64>(ends_.size())));
     i64& end = ends_[static_cast<size_t>(box.tensor)];
-    box.offset = end + random_.below(3) * unit;
+    box.offset = round_up(end + random_.below(3) * unit, grain_);
     i64 rest = bytes / unit;
-    while (box.dims < 3 && random_.chance(60)) {
+    while (!plain_ && box.dims < 3 && random_.chance(60)) {
       i64 factor = random_.between(2, 4);
       if (rest % factor) break;
       rest /= factor;
@@ -69,7 +72,7 @@ class Shelf {
     for (int d = box.dims; d > 1; --d) std::swap(order[d - 1], order[random_.below(d)]);
     for (int k = 0; k < box.dims; ++k) {
       int d = order[k];
-      box.stride[d] = span + random_.below(3) * unit;
+      box.stride[d] = round_up(span + random_.below(3) * unit, grain_);
       span += (box.extent[d] - 1) * box.stride[d];
     }
     end = box.offset + span;
@@ -81,7 +84,14 @@ class Shelf {
 
  private:
   Random& random_;
+  const i64 grain_;
+  const bool plain_;
   std::vector<i64> ends_;
+};
+
+enum class Wires {  // how they are written
+  loose,            // with gaps of whole lines; what has one stretch is a flat route, at times
+  planned           // as planning does: fewer than 16 bytes between two items, none before the first, all in items
 };
 
 struct Wire {  // what both sides of a pair count alike
@@ -94,18 +104,19 @@ inline i64 cut(Random& random, const Shape& shape, const Limits& limits, i64 byt
   i64 even = larger<i64>(16, round_up(ceil_div(bytes, shape.teams), 16)), longer = even + 16 * random.below(2);
   return shape.regime == Regime::direct || longer <= limits.window_bytes ? longer : even;
 }
-inline Wire wire(Random& random, const Shape& shape, const Limits& limits, i64 elements) {
+inline Wire wire(Random& random, const Shape& shape, const Limits& limits, i64 elements, Wires wires) {
   Wire w;
   i64 most = shape.regime == Regime::packet ? shape.teams * limits.window_bytes : i64{1} << 40;
   elements = smaller(elements, most / shape.unit);
-  bool tight = elements * shape.unit + 96 > most;  // no room for gaps
-  i64 at = tight ? 0 : 16 * random.below(3);
+  bool tight = shape.plain || elements * shape.unit + 96 > most;  // one item, or no room for more
+  bool gaps = wires == Wires::loose && !tight;
+  i64 at = gaps ? 16 * random.below(3) : 0;
   w.lo = random.chance(50) ? at : 0;
   for (int k = 0; k < 3 && elements > 0; ++k) {
     i64 here = tight || k == 2 || random.chance(40) ? elements : random.between(1, elements);
     w.spans.push_back({at, at + here * shape.unit});
     w.bytes = w.spans.back().hi - w.lo;
-    at = round_up(w.spans.back().hi, 16) + 16 * random.below(2);
+    at = round_up(w.spans.back().hi, 16) + (gaps ? 16 * random.below(2) : 0);
     elements -= here;
   }
   w.chunk = cut(random, shape, limits, w.bytes);
@@ -160,7 +171,7 @@ inline i64 draw_elements(Random& random, i64 most) {
   while (n < most && random.chance(75)) n *= random.between(2, 4);
   return smaller(n, most);
 }
-inline Shape draw_shape(Random& random, const Limits& limits, Regime regime) {
+inline Shape draw_shape(Random& random, const Limits& limits, Regime regime, i64 most_bytes) {
   Shape s{};
   s.regime = regime;
   s.kind = regime == Regime::direct ? Kind::copy : static_cast<Kind>(random.below(3));
@@ -172,9 +183,9 @@ inline Shape draw_shape(Random& random, const Limits& limits, Regime regime) {
   s.sum.op = static_cast<Op>(random.below(4));
   if (whole && s.sum.op == Op::avg) s.sum.op = Op::sum;
   s.unit = s.kind == Kind::copy ? i64{1} << random.below(4) : bytes_of(s.sum.dtype);
-  i64 most = (limits.ranks == 2 ? 400 : 200) / s.unit;
-  for (auto& row : s.elements)
-    for (i64& n : row) n = draw_elements(random, most);
+  for (int source = 0; source < limits.ranks; ++source)
+    for (int reader = 0; reader < limits.ranks; ++reader)
+      s.elements[source][reader] = draw_elements(random, most_bytes / s.unit);
   s.signature = static_cast<unsigned>(random.next()) & signature_mask;
   s.layout = random.next();
   return s;

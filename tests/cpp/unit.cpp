@@ -51,8 +51,8 @@ Strung string_up(Random& random) {
   shape.unit = i64{1} << random.below(4);
   Limits limits{2, 3, 2, 16 * random.between(1, 4), 16};
   Strung s;
-  s.wire = wire(random, shape, limits, random.below(10) ? random.between(1, 300) : 0);
-  Shelf from(random, 2), to(random, 3);
+  s.wire = wire(random, shape, limits, random.below(10) ? random.between(1, 300) : 0, Wires::loose);
+  Shelf from(random, 2, shape), to(random, 3, shape);
   s.from = lay(from, s.wire, shape.unit);
   s.to = lay(to, s.wire, shape.unit);
   s.source = memory(random, from);
@@ -118,6 +118,42 @@ bool chunks_cover_a_route_once() {
       if (!r.range(n, team, teams).empty() || !r.range(n + 7, team, teams).empty()) return false;
     }
     if (std::count(covered.begin(), covered.end(), 1) != r.bytes) return false;
+  }
+  return true;
+}
+
+std::vector<const char*> addresses(const Place& place, Range range) {  // of wire bytes
+  std::vector<const char*> all;
+  Cursor cursor(place, range.lo);
+  for (i64 wire = range.lo; wire < range.hi; ++wire, cursor.advance(1)) all.push_back(cursor.at());
+  return all;
+}
+// Whether the compiler knows that it is flat or not, in a rank's own tensors and in granted ones.
+bool a_flat_route_names_the_bytes_of_its_item() {
+  std::vector<char> memory(4096);
+  std::vector<char*> tensors;
+  std::vector<Grant> grants;
+  for (i64 place : {96, 1024, 2048}) {
+    tensors.push_back(memory.data() + place);
+    grants.push_back({static_cast<Word>(place), 0});
+  }
+  for (Word seed = 0; seed < 500; ++seed) {
+    Random random(seed);
+    Item item{16 * random.below(4), random.between(1, 300), {}};
+    item.box.run = item.bytes;
+    item.box.offset = random.below(40);
+    item.box.tensor = static_cast<int>(random.below(3));
+    i64 skipped = smaller(16 * random.below(3), (item.bytes - 1) / 16 * 16), lo = item.at + skipped;
+    Route boxes{&item, 1, lo, random.between(1, item.bytes - skipped), 16};
+    Route flat{nullptr, 0, lo, boxes.bytes, 16, item.box.offset - item.at, item.box.tensor};
+    Range range{lo, lo + boxes.bytes};
+    auto own = addresses(in_tensors(boxes, tensors.data()), range);
+    if (own.front() != tensors[static_cast<size_t>(item.box.tensor)] + item.box.offset + skipped) return false;
+    for (const Place& place :
+         {in_tensors(flat, tensors.data()), in_tensors<true>(flat, tensors.data()),
+          in_granted(boxes, memory.data(), grants.data()), in_granted(flat, memory.data(), grants.data()),
+          in_granted<true>(flat, memory.data(), grants.data())})
+      if (addresses(place, range) != own) return false;
   }
   return true;
 }
@@ -194,6 +230,13 @@ bool sums_are_rounded_once(const Format& f) {
   return true;
 }
 
+bool a_dtype_is_found_as_a_constant() {
+  for (int k = 0; k < 9; ++k) {
+    Dtype dtype = static_cast<Dtype>(k);
+    if (numeric::with_constant(dtype, [](auto constant) { return constant.value; }) != dtype) return false;
+  }
+  return true;
+}
 bool sums_wrap_and_extremes_carry_nan() {
   float nan = std::numeric_limits<float>::quiet_NaN();
   bool carries = true;
@@ -315,6 +358,27 @@ bool peers_see_each_other() {
     }
   return true;
 }
+bool dividers_divide() {
+  Random random(11);
+  constexpr unsigned most = (1u << 31) - 1;
+  for (int k = 0; k < 40000; ++k) {
+    unsigned divisor = 1 + static_cast<unsigned>(random.next() >> 33) % (most >> random.below(31));
+    unsigned n = static_cast<unsigned>(random.next() >> 33) & most;
+    for (unsigned x : {n, n - n % divisor, most - most % divisor, most})
+      if (Divider d = divider(divisor); d.divide(x) != x / divisor || (x > 0 && d.divide(x - 1) != (x - 1) / divisor))
+        return false;
+  }
+  return true;
+}
+bool messages_go_round_the_slots() {
+  for (int slots = 1; slots <= 9; ++slots) {
+    Geometry g{};
+    g.slots = slots;
+    for (Word message : {Word{0}, Word{7}, Word{8}, (1ull << 40) - 1, 1ull << 40, (1ull << 40) + 5})
+      if (static_cast<Word>(Inbox{g, nullptr}.slot_of(message)) != message % static_cast<Word>(slots)) return false;
+  }
+  return true;
+}
 bool tags_compare_under_wrap() {
   constexpr Word last = (1ull << 40) - 1;
   for (Word m : {Word{1}, Word{255}, last, last + 1, last + 7})
@@ -340,10 +404,10 @@ struct Alone {
 
   static std::vector<std::unique_ptr<Built>> one_plan(Limits limits) {
     Random random(1);
-    Shape shape = draw_shape(random, limits, Regime::direct);
+    Shape shape = draw_shape(random, limits, Regime::direct, 400);
     shape.elements[1][0] = shape.elements[0][1] = 8;
     std::vector<std::unique_ptr<Built>> plans;
-    plans.push_back(Builder(shape, limits).build());
+    plans.push_back(Builder(shape, limits, Wires::planned).build());
     return plans;
   }
   explicit Alone(std::chrono::milliseconds timeout = std::chrono::milliseconds(20))
@@ -470,17 +534,21 @@ bool an_interrupt_ends_waits() {
 int main() {
   law("pieces are the bytes of the wire", pieces_are_the_bytes_of_the_wire);
   law("chunks cover a route once", chunks_cover_a_route_once);
+  law("a flat route names the bytes of its item", a_flat_route_names_the_bytes_of_its_item);
   for (const Format& f : formats) {
     law(f.name + ": widening keeps the value", [&] { return widening_keeps_the_value(f); });
     law(f.name + ": narrowing undoes widening", [&] { return narrowing_undoes_widening(f); });
     law(f.name + ": narrowing rounds to nearest even", [&] { return narrowing_rounds_to_nearest_even(f); });
     law(f.name + ": sums are rounded once", [&] { return sums_are_rounded_once(f); });
   }
+  law("a dtype is found as a constant", a_dtype_is_found_as_a_constant);
   law("sums wrap, max and min carry NaN", sums_wrap_and_extremes_carry_nan);
   law("sums are those of the reference", sums_are_those_of_the_reference);
   law("no two things share a byte", no_two_things_share_a_byte);
   law("writers do not share lines", writers_do_not_share_lines);
   law("peers see each other", peers_see_each_other);
+  law("dividers divide", dividers_divide);
+  law("messages go round the slots", messages_go_round_the_slots);
   law("tags compare under wrap", tags_compare_under_wrap);
   law("what has come is taken at once", what_has_come_is_taken_at_once);
   law("a wait ends at its deadline", a_wait_ends_at_its_deadline);

@@ -1,5 +1,6 @@
 // A test world: arenas, private memory and counts of some ranks in one block, with canaries in every byte that belongs to nobody.
 #pragma once
+#include "arena.hpp"
 #include "plan.hpp"
 
 #include <new>
@@ -39,7 +40,10 @@ class World {
     std::memset(first(), canary, static_cast<size_t>(bytes()));
     counts_.resize(static_cast<size_t>(g.ranks));
     progress_.resize(static_cast<size_t>(g.ranks));
-    mark_used();
+    arena_ = arena_of(geometry_);
+    i64 longest = larger(geometry_.heap_bytes, own_bytes_);
+    for (Range r : arena_.unused) longest = larger(longest, r.hi - r.lo);
+    blank_.assign(static_cast<size_t>(longest), canary);
     for (int r = 0; r < g.ranks; ++r) begin(r);
   }
 
@@ -55,7 +59,6 @@ class World {
     c.geometry = geometry_;
     for (int r = 0; r < s_.limits.ranks; ++r) c.arena[r] = arena(r);
     c.counts = counts_[static_cast<size_t>(rank)].data();
-    c.counts_pitch = s_.limits.teams;
     c.counts_pitch = geometry_.teams;
     c.progress = &progress_[static_cast<size_t>(rank)];
     for (size_t k = 0; k < p.inputs.size(); ++k) c.input[k] = at(rank, p.regions[static_cast<size_t>(p.inputs[k])]);
@@ -85,7 +88,7 @@ class World {
     return canaries(rank);
   }
   std::string canaries(int rank) {
-    for (Range r : unused_)
+    for (Range r : arena_.unused)
       if (std::memcmp(arena(rank) + r.lo, blank_.data(), static_cast<size_t>(r.hi - r.lo)))
         return "a canary of the arena is dead";
     return "";
@@ -94,15 +97,14 @@ class World {
     i64 offset = static_cast<const char*>(word) - first();
     if (offset < 0 || offset >= bytes()) return "?";
     std::string owner = "rank " + std::to_string(offset / rank_bytes_) + "'s ";
-    for (const auto& [range, name] : names_)
+    for (const auto& [range, name] : arena_.used)
       if (offset % rank_bytes_ >= range.lo && offset % rank_bytes_ < range.hi) return owner + name;
     return owner + "?";
   }
-  const std::vector<std::pair<Range, std::string>>& names() const { return names_; }
+  const std::vector<std::pair<Range, std::string>>& names() const { return arena_.used; }
   const Geometry& geometry() const { return geometry_; }
 
  private:
-  static constexpr char canary = 0x5c;
   struct alignas(line) Line {
     char bytes[line];
   };
@@ -114,45 +116,6 @@ class World {
     return arena(rank) + (r.area == Area::heap ? geometry_.heap_at : geometry_.arena_bytes) + r.at;
   }
 
-  // Every word, slot and window that the protocol may touch.
-  void mark_used() {
-    auto use = [this](const void* where, i64 size, std::string name) {
-      i64 at = static_cast<const char*>(where) - arena(0);
-      names_.push_back({{at, at + size}, std::move(name)});
-    };
-    Inbox in{geometry_, arena(0)};
-    static const char* const use_names[] = {"ring", "gather", "packet", "direct"};
-    use(in.poison(), 8, "poison");
-    for (int p = 0; p < s_.limits.ranks - 1; ++p) {
-      use(in.post(p), 8, "post of peer " + std::to_string(p));
-      for (int t = 0; t < s_.limits.teams; ++t) {
-        std::string of = " of peer " + std::to_string(p) + ", team " + std::to_string(t);
-        for (Use u : {Use::ring, Use::gather})
-          for (int s = 0; s < s_.limits.slots; ++s) {
-            std::string which = std::string(use_names[static_cast<int>(u)]) + " " + std::to_string(s) + of;
-            use(in.ready(p, t, u, static_cast<Word>(s)), 8, "ready " + which);
-            use(in.slot(p, t, u, static_cast<Word>(s)), geometry_.slot_bytes, "slot " + which);
-          }
-        use(in.ready(p, t, Use::direct, 0), 8, "ready direct" + of);
-        use(in.grants(p, t), static_cast<i64>(max_grants * sizeof(Grant)), "grants" + of);
-        for (int u = 0; u < uses; ++u)
-          use(in.freed(p, t, static_cast<Use>(u)), 8, "freed " + std::string(use_names[u]) + of);
-        for (int s = 0; s < packet_slots; ++s)
-          use(in.window(p, t, static_cast<Word>(s)), geometry_.window_stored, "window " + std::to_string(s) + of);
-      }
-    }
-    std::vector<char> used(static_cast<size_t>(geometry_.heap_at));
-    for (const auto& [range, name] : names_) std::fill(used.begin() + range.lo, used.begin() + range.hi, char{1});
-    i64 longest = larger(geometry_.heap_bytes, own_bytes_);
-    for (i64 i = 0; i < geometry_.heap_at; ++i) {
-      if (used[static_cast<size_t>(i)]) continue;
-      if (unused_.empty() || unused_.back().hi != i) unused_.push_back({i, i});
-      unused_.back().hi = i + 1;
-    }
-    unused_.push_back({geometry_.heap_at + geometry_.heap_bytes, geometry_.arena_bytes});
-    for (Range r : unused_) longest = larger(longest, r.hi - r.lo);
-    blank_.assign(static_cast<size_t>(longest), canary);
-  }
   // Nothing that a first message could be taken for may lie in a slot: tags are those of the message before the first.
   void begin(int rank) {
     Inbox in{geometry_, arena(rank)};
@@ -184,8 +147,7 @@ class World {
   std::vector<Line> block_;
   std::vector<std::vector<Counts>> counts_;
   std::vector<Progress> progress_;
-  std::vector<std::pair<Range, std::string>> names_;
-  std::vector<Range> unused_;
+  Arena arena_;
   std::vector<char> blank_;
 };
 

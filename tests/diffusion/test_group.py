@@ -21,6 +21,8 @@ from purlin_diffusion import (
     ParallelConfig,
     parallelize,
 )
+from purlin_diffusion.carrier import Carrier
+from purlin_diffusion.host_carrier import HostCarrier
 from purlin_diffusion.inputs import Carriers, describe, from_root
 
 RANKS = 3
@@ -183,6 +185,33 @@ def test_any_tensor_comes_from_the_root(world: LocalWorld, value: Tensor) -> Non
     for got in world.run(rank_of):
         assert got["z"] == "birch" and got["x"][1]["y"][1:] == (None, 2.5)
         assert torch.equal(got["x"][0], value) and torch.equal(got["x"][1]["y"][0], value)
+
+
+@pytest.mark.parametrize("count", [16, 17, 57])
+def test_any_number_of_tensors_comes_from_the_root(world: LocalWorld, count: int) -> None:
+    """A ControlNet hands over more residuals than one exchange may have."""
+
+    def rank_of(comm: Communicator) -> Any:
+        mine = {"x": [torch.full((2,), 100 * comm.rank + i) for i in range(count)]}
+        return from_root(mine, Carriers(device=comm, host=comm))
+
+    for got in world.run(rank_of):
+        assert [x.tolist() for x in got["x"]] == [[i, i] for i in range(count)]
+
+
+def test_a_host_carrier_makes_the_calls_of_its_device(world: LocalWorld) -> None:
+    def rank_of(comm: Communicator) -> Any:
+        host = HostCarrier(comm, torch.device("cpu"))
+        assert isinstance(host, Carrier) and (host.rank, host.ranks) == (comm.rank, RANKS)
+        before = comm.stats().calls
+        arguments = {"x": torch.full((2,), comm.rank), "y": 2}
+        got = from_root(arguments, Carriers(device=comm, host=host))
+        wrong = caught(from_root, arguments={"y": comm.rank}, carriers=Carriers(device=comm, host=host))
+        host.close()
+        return got["x"].tolist(), wrong, comm.stats().calls > before
+
+    for got, wrong, moved in world.run(rank_of):
+        assert got == [0, 0] and isinstance(wrong, InputsDifferError) and moved
 
 
 def test_the_description_names_all_that_must_agree() -> None:

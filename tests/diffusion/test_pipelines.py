@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,16 @@ def test_a_hub_id_is_left_to_diffusers() -> None:
     pipelines.check("black-forest-labs/FLUX.1-dev")
     assert pipelines.defaults("black-forest-labs/FLUX.1-dev") == {}
     assert "black-forest-labs/FLUX.1-dev" in pipelines.about("black-forest-labs/FLUX.1-dev")
+
+
+def test_names_are_known_without_diffusers() -> None:
+    """Its import takes seconds, and a wrong name is told at once."""
+    code = (
+        "import sys; from purlin_diffusion import pipelines; pipelines.defaults('tiny:sd3'); pipelines.names();"
+        "print({'diffusers', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "set()\n", done.stderr
 
 
 def test_defaults_are_a_copy() -> None:

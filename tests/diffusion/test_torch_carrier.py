@@ -143,6 +143,9 @@ def test_an_abort_reaches_the_peers_and_a_new_group_works(guarded: bool) -> None
 
 def test_a_closed_carrier_says_so() -> None:
     (carrier,) = carriers_of(1)
+    carrier.check()
     carrier.close()
+    with pytest.raises(ClosedError):
+        carrier.check()
     with pytest.raises(ClosedError):
         carrier.redistribute(torch.zeros(2), "+n -> n")

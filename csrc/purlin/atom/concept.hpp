@@ -11,6 +11,8 @@
 #pragma once
 #include "../spec.hpp"
 
+#include <concepts>
+
 namespace purlin {
 
 enum class Arrival { yes, other, never };  // all came | a message of another call | deadline or abort
@@ -23,10 +25,18 @@ struct GrantMark {
   Grant* line;  // nullptr: nothing for this peer
   Grant value;
 };
+struct Bytes {
+  Place place;  // where they come from, or go to
+  Range range;  // empty: nothing for this peer
+};
+struct Lines {
+  char* window;
+  Word tag;
+};
 struct Packet {
   char* window;  // nullptr: nothing for this peer
   Word tag;
-  Place place;  // where the bytes come from, or go to
+  Place place;
   Range range;
 };
 struct Where {  // what a wait is about, for the record of a stall
@@ -51,6 +61,12 @@ struct Grants {
 struct Packets {
   PURLIN_FN Packet operator()(int) const { return {}; }
 };
+struct Sources {
+  PURLIN_FN Bytes operator()(int) const { return {}; }
+};
+struct Windows {
+  PURLIN_FN Lines operator()(int) const { return {}; }
+};
 struct Slots {
   PURLIN_FN const char* operator()(int) const { return nullptr; }
 };
@@ -59,9 +75,13 @@ struct Slots {
 // clang-format off
 template <class A>
 concept Atom = requires(A a, int n, Place place, Range range, Sum sum, Where where, concepts::Role role,
-                        concepts::Marks mark, concepts::Grants line, concepts::Packets packet, concepts::Slots slot) {
+                        concepts::Marks mark, concepts::Grants line, concepts::Packets packet, concepts::Sources source,
+                        concepts::Windows window, concepts::Slots slot) {
+  { A::flat } -> std::convertible_to<bool>;           // of this Atom's calls all routes are flat
   a.team();
   a.teams();
+  a.sent(Use::ring, n);                               // this team's count of messages staged for peer n, as it was at entry
+  a.taken(Use::ring, n);                              // and of messages of peer n consumed
   a.enter();                                          // false: poisoned, the call does nothing
   a.leave();                                          // after both roles have closed
 
@@ -73,7 +93,9 @@ concept Atom = requires(A a, int n, Place place, Range range, Sum sum, Where whe
   // Start: to, my contribution, contributions, slot(k) of the k-th but mine, my k; added in rank order.
   a.reduce(place, place, n, slot, n, range, sum);
 
-  a.put(n, packet);                                   // start: payload and tag in each line, so no notify follows
+  // Acquire until *word >= value for every peer (the credit), then start: payload and tag in each line, so no notify
+  // follows. The sources may be read before.
+  a.put(n, mark, source, window, where);
   a.take(n, packet, where);                           // wait for each packet of a peer and copy it out
   a.take_reduce(place, place, n, packet, n, sum, where);  // as reduce, of packets
 

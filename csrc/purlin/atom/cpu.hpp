@@ -95,10 +95,13 @@ enum class Roles { lockstep, side_by_side };
 template <Roles roles = Roles::lockstep>
 class Cpu {
  public:
+  static constexpr bool flat = false;
   Cpu(const Call& call, int team, Host& host) : call_(call), team_(team), host_(host), large_(is_large(call)) {}
 
   int team() const { return team_; }
   int teams() const { return call_.teams; }
+  Word sent(Use use, int peer) const { return *call_.count(peer, team_).sent_on(use); }
+  Word taken(Use use, int peer) const { return *call_.count(peer, team_).taken_on(use); }
   bool enter() const { return !poisoned(); }
   void leave() {
     settle();
@@ -135,7 +138,7 @@ class Cpu {
   }
 
   void copy(Place to, Place from, Range range) {
-    bool past_cache = large_ || to.slot || to.grants;  // the latter two: another core reads it next
+    bool past_cache = large_ || to.shared;  // another core reads it next
     for_each_piece(to, from, range, [past_cache](char* write, const char* read, i64 bytes) {
       if (write == read) return;
       if (past_cache && bytes >= least_streamed) {
@@ -153,12 +156,12 @@ class Cpu {
     reduce_bytes(write, read, n, from, self, range.hi - range.lo, sum);
   }
 
-  template <class F>
-  void put(int n, F packet) {
-    for (int p = 0; p < n; ++p) {
-      Packet out = packet(p);
-      if (out.window) put_lines(out);
-    }
+  template <class C, class F, class G>
+  Arrival put(int n, C credit, F source, G window, Where where) {
+    if (Arrival got = wait(n, credit, where); got != Arrival::yes) return got;
+    for (int p = 0; p < n; ++p)
+      if (Bytes out = source(p); !out.range.empty()) put_lines(out, window(p));
+    return Arrival::yes;
   }
   template <class F>
   Arrival take(int n, F packet, Where where) {
@@ -319,12 +322,12 @@ class Cpu {
   }
 
   // -- bytes
-  static void put_lines(const Packet& out) {
+  static void put_lines(const Bytes& out, Lines lines) {
     Cursor read(out.place, out.range.lo);
-    char* line = out.window;
+    char* line = lines.window;
     for (i64 lo = out.range.lo; lo < out.range.hi; lo += payload_bytes, line += line_bytes) {
       gather(line, read, smaller(payload_bytes, out.range.hi - lo));
-      shared(reinterpret_cast<Word*>(line + payload_bytes)).store(out.tag, std::memory_order_release);
+      shared(reinterpret_cast<Word*>(line + payload_bytes)).store(lines.tag, std::memory_order_release);
     }
   }
   static void gather(char* line, Cursor& read, i64 bytes) {

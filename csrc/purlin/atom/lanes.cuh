@@ -1,34 +1,35 @@
-// Bytes moved by many lanes at once: copies, packets and reductions over Places, 16 bytes a lane wherever both sides allow it.
+// Bytes moved by many lanes at once: copies and reductions over Places, 16 bytes a lane wherever both sides allow it.
 #pragma once
 #include "../numeric.hpp"
-#include "ptx.cuh"
+#include "block.cuh"
 
 namespace purlin::gpu {
 
-struct Lanes {  // who works together: lane `lane` of `lanes`
-  int lane, lanes;
-};
+__device__ __forceinline__ unsigned long long bits(const void* p) { return reinterpret_cast<unsigned long long>(p); }
 
-// ---- where bytes lie
+// ---- where bytes lie in boxes
 
-// One item of a Place, or a stretch of a slot: address of a byte counted from the item's first.
+// One item of a Place, or a stretch of a flat one: address of a byte counted from its first.
 struct Stretch {
   const Box* box;  // nullptr: the bytes lie one after the other
   char* first;
 
   __device__ __forceinline__ bool flat() const { return box == nullptr; }
   __device__ __forceinline__ bool aligned() const {
-    return (reinterpret_cast<unsigned long long>(first) & 15) == 0 &&
-           (flat() || (box->align == vector_bytes && box->run >> 35 == 0));
+    return (bits(first) & 15) == 0 && (flat() || (box->align == vector_bytes && box->run >> 35 == 0));
   }
   __device__ __forceinline__ int align() const {
-    i64 all = static_cast<i64>(reinterpret_cast<unsigned long long>(first)) | (flat() ? vector_bytes : box->align);
+    i64 all = static_cast<i64>(bits(first)) | (flat() ? vector_bytes : box->align);
     return static_cast<int>(all & -all);
   }
   __device__ __forceinline__ char* vector(unsigned v) const {  // aligned() only
     if (flat()) return first + static_cast<i64>(v) * vector_bytes;
     unsigned row = box->by_run.divide(v);
-    i64 offset = static_cast<i64>(v - row * box->by_run.divisor) * vector_bytes;
+    return row_at(row) + static_cast<i64>(v - row * box->by_run.divisor) * vector_bytes;
+  }
+  __device__ __forceinline__ char* row_at(unsigned row) const {  // aligned() only, of a box
+    i64 offset = 0;
+#pragma unroll 1
     for (int d = box->dims - 1; d >= 0; --d) {
       unsigned outer = box->by_extent[d].divide(row);
       offset += static_cast<i64>(row - outer * box->by_extent[d].divisor) * box->stride[d];
@@ -36,9 +37,10 @@ struct Stretch {
     }
     return first + offset;
   }
-  __device__ __forceinline__ char* byte(i64 at) const {
-    if (flat()) return first + at;
+  __device__ __forceinline__ char* byte(i64 at) const { return flat() ? first + at : byte_of_box(at); }
+  __device__ __noinline__ char* byte_of_box(i64 at) const {  // rare, and divisions are long
     i64 row = at / box->run, offset = at % box->run;
+#pragma unroll 1
     for (int d = box->dims - 1; d >= 0; --d) {
       offset += row % box->extent[d] * box->stride[d];
       row /= box->extent[d];
@@ -47,17 +49,21 @@ struct Stretch {
   }
 };
 
+// `item` of a place, which begins at wire byte `at`.
 __device__ __forceinline__ Stretch stretch(const Place& place, int item, i64 at) {
-  if (place.slot) return {nullptr, place.slot + (at - place.origin)};
+  if (place.flat()) return {nullptr, place.first + at};
   const Box& box = place.items[item].box;
   return {box.dims ? &box : nullptr, place.base(box.tensor) + box.offset};
 }
 
-// Calls f(item, lo, hi) for each item of the places that `range` touches; lo and hi count from the item's first byte. Sides with items have the same ones.
+// Calls f(item, at, lo, hi) for each item of the places that `range` touches; lo and hi count from its first byte, wire byte `at`.
+// Sides with items have the same ones; without any there is one stretch.
 template <class F>
 __device__ __forceinline__ void for_each_item(const Place& a, const Place& b, Range range, F f) {
   const Item* items = a.items ? a.items : b.items;
+  if (!items) return f(0, range.lo, i64{0}, range.hi - range.lo);
   int count = a.items ? a.count : b.count;
+#pragma unroll 1
   for (int k = 0; k < count; ++k) {
     i64 at = items[k].at, lo = larger(range.lo, at), hi = smaller(range.hi, at + items[k].bytes);
     if (lo < hi) f(k, at, lo - at, hi - at);
@@ -68,60 +74,11 @@ __device__ __forceinline__ void for_each_item(const Place& a, const Place& b, Ra
 
 template <class V>
 __device__ __forceinline__ void copy_units(Stretch to, Stretch from, i64 lo, i64 hi, Lanes team) {
+#pragma unroll 1
   for (i64 at = lo + team.lane * static_cast<i64>(sizeof(V)); at < hi; at += team.lanes * static_cast<i64>(sizeof(V)))
     *reinterpret_cast<V*>(to.byte(at)) = *reinterpret_cast<const V*>(from.byte(at));
 }
-
-template <int unroll>
-__device__ __forceinline__ void copy_vectors(Stretch to, Stretch from, unsigned lo, unsigned hi, Lanes team) {
-  unsigned step = static_cast<unsigned>(team.lanes), v = lo + static_cast<unsigned>(team.lane);
-  for (; v + (unroll - 1) * step < hi; v += unroll * step) {
-    uint4 held[unroll];
-#pragma unroll
-    for (int u = 0; u < unroll; ++u)
-      held[u] = *reinterpret_cast<const uint4*>(from.vector(v + static_cast<unsigned>(u) * step));
-#pragma unroll
-    for (int u = 0; u < unroll; ++u)
-      *reinterpret_cast<uint4*>(to.vector(v + static_cast<unsigned>(u) * step)) = held[u];
-  }
-  for (; v < hi; v += step) *reinterpret_cast<uint4*>(to.vector(v)) = *reinterpret_cast<const uint4*>(from.vector(v));
-}
-
-// Both sides lie together: vectors, then the tail a byte a lane.
-__device__ __forceinline__ void copy_flat(char* to, const char* from, i64 bytes, Lanes team) {
-  i64 n = bytes / vector_bytes, v = team.lane, step = team.lanes;
-  uint4* write = reinterpret_cast<uint4*>(to);
-  const uint4* read = reinterpret_cast<const uint4*>(from);
-  for (; v + 7 * step < n; v += 8 * step) {
-    uint4 held[8];
-#pragma unroll
-    for (int u = 0; u < 8; ++u) held[u] = read[v + u * step];
-#pragma unroll
-    for (int u = 0; u < 8; ++u) write[v + u * step] = held[u];
-  }
-  if (v + 3 * step < n) {
-    uint4 held[4];
-#pragma unroll
-    for (int u = 0; u < 4; ++u) held[u] = read[v + u * step];
-#pragma unroll
-    for (int u = 0; u < 4; ++u) write[v + u * step] = held[u];
-    v += 4 * step;
-  }
-  for (; v < n; v += step) write[v] = read[v];
-  for (i64 at = n * vector_bytes + team.lane; at < bytes; at += step) to[at] = from[at];
-}
-
-__device__ __noinline__ void copy_stretch(Stretch to, Stretch from, i64 lo, i64 hi, Lanes team) {
-  if (to.flat() && from.flat()) {
-    char* write = to.first + lo;
-    const char* read = from.first + lo;
-    if (write == read) return;
-    if (((reinterpret_cast<unsigned long long>(write) | reinterpret_cast<unsigned long long>(read)) & 15) == 0)
-      return copy_flat(write, read, hi - lo, team);
-  } else if (to.aligned() && from.aligned() && hi >> 35 == 0) {
-    return copy_vectors<4>(to, from, static_cast<unsigned>(lo / vector_bytes), static_cast<unsigned>(hi / vector_bytes),
-                           team);
-  }
+inline __device__ __noinline__ void copy_odd(Stretch to, Stretch from, i64 lo, i64 hi, Lanes team) {
   switch (smaller(to.align(), from.align())) {
     case 8:
       return copy_units<uint2>(to, from, lo, hi & ~i64{7}, team), copy_units<char>(to, from, hi & ~i64{7}, hi, team);
@@ -134,85 +91,230 @@ __device__ __noinline__ void copy_stretch(Stretch to, Stretch from, i64 lo, i64 
   }
 }
 
-__device__ __noinline__ void copy(const Place& to, const Place& from, Range range, Lanes team) {
+constexpr int in_flight = 8;  // vectors a lane holds
+
+// Vectors [lo, hi): `at(v)` says where vector v is read from, `to(v)` where it goes. All of a round are loaded before the first is stored.
+template <class From, class To>
+__device__ __forceinline__ void copy_vectors(unsigned lo, unsigned hi, Lanes team, From from, To to) {
+  unsigned step = static_cast<unsigned>(team.lanes), v = lo + static_cast<unsigned>(team.lane);
+  uint4 held[in_flight];
+#pragma unroll 1
+  for (; v + (in_flight - 1) * step < hi; v += in_flight * step) {
+#pragma unroll
+    for (int u = 0; u < in_flight; ++u) held[u] = ptx::load_vector(from(v + static_cast<unsigned>(u) * step));
+#pragma unroll
+    for (int u = 0; u < in_flight; ++u) ptx::store_vector(to(v + static_cast<unsigned>(u) * step), held[u]);
+  }
+#pragma unroll
+  for (int u = 0; u < in_flight; ++u)
+    if (v + static_cast<unsigned>(u) * step < hi) held[u] = ptx::load_vector(from(v + static_cast<unsigned>(u) * step));
+#pragma unroll
+  for (int u = 0; u < in_flight; ++u)
+    if (v + static_cast<unsigned>(u) * step < hi) ptx::store_vector(to(v + static_cast<unsigned>(u) * step), held[u]);
+}
+
+constexpr i64 most_bytes = i64{1} << 35;  // that 31 bits of vectors count
+
+__device__ __forceinline__ void copy_flat(char* to, const char* from, i64 bytes, Lanes team) {
+  if (to == from) return;
+  if (((bits(to) | bits(from)) & 15) != 0 || bytes >= most_bytes)
+    return copy_odd({nullptr, to}, {nullptr, const_cast<char*>(from)}, 0, bytes, team);
+  i64 whole = bytes & ~i64{15};
+  copy_vectors(
+      0, static_cast<unsigned>(whole / vector_bytes), team,
+      [&](unsigned v) { return from + static_cast<i64>(v) * vector_bytes; },
+      [&](unsigned v) { return to + static_cast<i64>(v) * vector_bytes; });
+  if (i64 at = whole + team.lane; at < bytes) to[at] = from[at];
+}
+inline __device__ __noinline__ void copy_stretch(Stretch to, Stretch from, i64 lo, i64 hi, Lanes team) {
+  if (to.flat() && from.flat()) return copy_flat(to.first + lo, from.first + lo, hi - lo, team);
+  if (!to.aligned() || !from.aligned() || hi >= most_bytes) return copy_odd(to, from, lo, hi, team);
+  copy_vectors(
+      static_cast<unsigned>(lo / vector_bytes), static_cast<unsigned>(hi / vector_bytes), team,
+      [&](unsigned v) { return from.vector(v); }, [&](unsigned v) { return to.vector(v); });
+}
+inline __device__ __noinline__ void copy_boxes(const Place& to, const Place& from, Range range, Lanes team) {
   for_each_item(to, from, range, [&](int k, i64 at, i64 lo, i64 hi) {
     copy_stretch(stretch(to, k, at), stretch(from, k, at), lo, hi, team);
   });
 }
+__device__ __forceinline__ void copy(const Place& to, const Place& from, Range range, Lanes team) {
+  if (to.flat() && from.flat()) {
+    copy_flat(to.first + range.lo, from.first + range.lo, range.hi - range.lo, team);
+  } else {
+    copy_boxes(to, from, range, team);
+  }
+}
+inline __device__ __noinline__ void copy_called(char* to, const char* from, i64 bytes, Lanes team) {
+  copy_flat(to, from, bytes, team);
+}
+// The same where latency is not at stake: small where it is called.
+__device__ __forceinline__ void copy_apart(const Place& to, const Place& from, Range range, Lanes team) {
+  if (to.flat() && from.flat()) {
+    copy_called(to.first + range.lo, from.first + range.lo, range.hi - range.lo, team);
+  } else {
+    copy_boxes(to, from, range, team);
+  }
+}
 
 // ---- reductions: contributions in rank order, wide, rounded once
 
-// Sums (and averages: a sum, divided once) and extremes are the two loops; telling max from min is a select, so that fewer of them are compiled.
-template <class T, bool extreme, class V, class F>
-__device__ __forceinline__ V fold(Op op, int n, F load) {
+// Out of line: a division takes many instructions, and only averages make one.
+template <class Wide>
+inline __device__ __noinline__ Wide divided(Wide value, int by) {
+  return value / static_cast<Wide>(by);
+}
+
+// The elements of a vector V, accumulated. Sums (and averages: a sum, divided once) and extremes are two loops; max and min differ by a select, so that
+// fewer of them are compiled.
+template <class T, bool extreme, class V>
+struct Fold {
   using Stored = typename T::Stored;
   using Wide = typename T::Wide;
-  constexpr int elements = sizeof(V) / sizeof(Stored);
-  union {
+  static constexpr int elements = sizeof(V) / sizeof(Stored);
+  union Cells {
     V all;
     Stored one[elements];
-  } in;
+  };
   Wide wide[elements];
-  in.all = load(0);
+
+  __device__ __forceinline__ void first(V value) {
+    Cells in{value};
 #pragma unroll
-  for (int e = 0; e < elements; ++e) wide[e] = T::widen(in.one[e]);
-#pragma unroll 1
-  for (int k = 1; k < n; ++k) {
-    in.all = load(k);
+    for (int e = 0; e < elements; ++e) wide[e] = T::widen(in.one[e]);
+  }
+  __device__ __forceinline__ void next(V value, Op op) {
+    Cells in{value};
 #pragma unroll
     for (int e = 0; e < elements; ++e) {
-      Wide next = T::widen(in.one[e]);
+      Wide more = T::widen(in.one[e]);
       if constexpr (extreme) {
-        wide[e] = op == Op::max ? numeric::join<Op::max>(wide[e], next) : numeric::join<Op::min>(wide[e], next);
+        wide[e] = op == Op::max ? numeric::join<Op::max>(wide[e], more) : numeric::join<Op::min>(wide[e], more);
       } else {
-        wide[e] = numeric::join<Op::sum>(wide[e], next);
+        wide[e] = numeric::join<Op::sum>(wide[e], more);
       }
     }
   }
-  if constexpr (!extreme && !std::is_integral_v<Wide>) {
-    if (op == Op::avg) {
+  __device__ __forceinline__ V rounded(Op op, int n) const {
+    Cells out;
 #pragma unroll
-      for (int e = 0; e < elements; ++e) wide[e] = wide[e] / static_cast<Wide>(n);
+    for (int e = 0; e < elements; ++e) {
+      Wide value = wide[e];
+      if constexpr (!extreme && !std::is_integral_v<Wide>)
+        if (op == Op::avg) value = divided(value, n);
+      out.one[e] = T::narrow(value);
     }
+    return out.all;
   }
-#pragma unroll
-  for (int e = 0; e < elements; ++e) in.one[e] = T::narrow(wide[e]);
-  return in.all;
+};
+
+PURLIN_FN bool is_extreme(Op op) { return op == Op::max || op == Op::min; }
+
+// What a kernel adds: one dtype, sums or extremes; or nothing, for it copies.
+template <Dtype dtype, bool extremes>
+struct Adds {
+  static constexpr bool extreme = extremes;
+  using T = numeric::TypeOf<dtype>;
+};
+struct AddsAny {};  // whichever it is told: less to compile, a call more
+struct Copies {};
+
+// Calls f(Adds<...>{}) for what is added.
+template <class A, class F>
+__device__ __forceinline__ void with_adds(Sum sum, F f) {
+  if constexpr (std::is_same_v<A, AddsAny>) {
+    numeric::with_constant(sum.dtype, [&](auto dtype) {
+      if (is_extreme(sum.op)) {
+        f(Adds<dtype.value, true>{});
+      } else {
+        f(Adds<dtype.value, false>{});
+      }
+    });
+  } else if constexpr (!std::is_same_v<A, Copies>) {
+    f(A{});
+  }
 }
-template <class T, class V, class F>
-__device__ __forceinline__ V fold(Op op, int n, F load) {
-  return op == Op::max || op == Op::min ? fold<T, true, V>(op, n, load) : fold<T, false, V>(op, n, load);
+
+// Units V at [lo, hi) of wire bytes, several a lane side by side: load(k, byte) is the k-th contribution's, store(byte, V) takes the result.
+template <class T, bool extreme, class V, int side_by_side, class Load, class Store>
+__device__ __forceinline__ void fold_units(i64 lo, i64 hi, int n, Op op, Lanes team, Load load, Store store) {
+  constexpr i64 size = sizeof(V);
+  i64 step = team.lanes * size;
+#pragma unroll 1
+  for (i64 b = lo + team.lane * size; b < hi; b += side_by_side * step) {
+    Fold<T, extreme, V> fold[side_by_side];
+    V held[side_by_side], more[side_by_side];  // of two contributions
+    auto read = [&](V* to, int k) {
+#pragma unroll
+      for (int u = 0; u < side_by_side; ++u)
+        if (b + u * step < hi) to[u] = load(k, b + u * step);
+    };
+    read(held, 0);
+    if (n > 1) read(more, 1);
+#pragma unroll
+    for (int u = 0; u < side_by_side; ++u) fold[u].first(held[u]);
+#pragma unroll 1
+    for (int k = 1; k < n; ++k) {
+#pragma unroll
+      for (int u = 0; u < side_by_side; ++u) fold[u].next(more[u], op);
+      if (k + 1 < n) read(more, k + 1);
+    }
+#pragma unroll
+    for (int u = 0; u < side_by_side; ++u)
+      if (b + u * step < hi) store(b + u * step, fold[u].rounded(op, n));
+  }
 }
 
 // slots[k] is where the chunk of the k-th contribution begins; the self-th is `own`.
-template <class T>
-__device__ __noinline__ void reduce_as(const Place& to, const Place& own, int n, char* const* slots, int self,
-                                       Range range, Op op, Lanes team) {
+template <class A>
+__device__ __noinline__ void reduce_boxes(const Place& to, const Place& own, int n, char* const* slots, int self,
+                                          Range range, Op op, Lanes team) {
+  using T = typename A::T;
   using Stored = typename T::Stored;
   for_each_item(to, own, range, [&](int k, i64 at, i64 lo, i64 hi) {
     Stretch write = stretch(to, k, at), mine = stretch(own, k, at);
     i64 shift = at - range.lo;  // a slot counts from the chunk's first byte
-    auto source = [&](int r, i64 byte) -> const char* { return slots[r] + shift + byte; };
-    if (write.aligned() && mine.aligned() && hi >> 35 == 0) {
-      i64 whole = hi & ~i64{15};
-      for (i64 b = lo + team.lane * vector_bytes; b < whole; b += team.lanes * vector_bytes) {
-        unsigned v = static_cast<unsigned>(b / vector_bytes);
-        auto load = [&](int r) { return *reinterpret_cast<const uint4*>(r == self ? mine.vector(v) : source(r, b)); };
-        *reinterpret_cast<uint4*>(write.vector(v)) = fold<T, uint4>(op, n, load);
+    // The dtypes that models are made of go in vectors; the others, by their elements.
+    if constexpr (std::is_same_v<typename T::Wide, float>) {
+      if (write.aligned() && mine.aligned() && hi < most_bytes) {
+        i64 whole = hi & ~i64{15};
+        constexpr int side_by_side = sizeof(Stored);  // few enough for the registers
+        auto load = [&](int r, i64 b) {
+          return ptx::load_vector(r == self ? mine.vector(static_cast<unsigned>(b / vector_bytes))
+                                            : slots[r] + shift + b);
+        };
+        auto store = [&](i64 b, uint4 v) {
+          ptx::store_vector(write.vector(static_cast<unsigned>(b / vector_bytes)), v);
+        };
+        fold_units<T, A::extreme, uint4, side_by_side>(lo, whole, n, op, team, load, store);
+        lo = larger(lo, whole);
       }
-      lo = larger(lo, whole);
     }
-    constexpr i64 size = sizeof(Stored);
-    for (i64 b = lo + team.lane * size; b < hi; b += team.lanes * size) {
-      auto load = [&](int r) { return *reinterpret_cast<const Stored*>(r == self ? mine.byte(b) : source(r, b)); };
-      *reinterpret_cast<Stored*>(write.byte(b)) = fold<T, Stored>(op, n, load);
-    }
+    fold_units<T, A::extreme, Stored, 1>(
+        lo, hi, n, op, team,
+        [&](int r, i64 b) { return *reinterpret_cast<const Stored*>(r == self ? mine.byte(b) : slots[r] + shift + b); },
+        [&](i64 b, Stored v) { *reinterpret_cast<Stored*>(write.byte(b)) = v; });
   });
 }
+
+// The same of flat places, all in vectors: nothing of it lies in memory but the bytes.
+template <class A>
+__device__ __noinline__ void reduce_flat(char* to, const char* own, int n, char* const* slots, int self, i64 bytes,
+                                         Op op, Lanes team) {
+  auto load = [&](int k, i64 b) { return ptx::load_vector((k == self ? own : slots[k]) + b); };
+  auto store = [&](i64 b, uint4 v) { ptx::store_vector(to + b, v); };
+  fold_units<typename A::T, A::extreme, uint4, sizeof(typename A::T::Stored)>(0, bytes, n, op, team, load, store);
+}
+template <class A>
 __device__ __forceinline__ void reduce(const Place& to, const Place& own, int n, char* const* slots, int self,
-                                       Range range, Sum sum, Lanes team) {
-  numeric::with_dtype(sum.dtype,
-                      [&](auto type) { reduce_as<decltype(type)>(to, own, n, slots, self, range, sum.op, team); });
+                                       Range range, Op op, Lanes team) {
+  if constexpr (std::is_same_v<typename A::T::Wide, float>) {
+    char *write = to.first + range.lo, *mine = own.first + range.lo;
+    i64 bytes = range.hi - range.lo;
+    if (to.flat() && own.flat() && ((bits(write) | bits(mine) | static_cast<unsigned long long>(bytes)) & 15) == 0)
+      return reduce_flat<A>(write, mine, n, slots, self, bytes, op, team);
+  }
+  reduce_boxes<A>(to, own, n, slots, self, range, op, team);
 }
 
 }  // namespace purlin::gpu

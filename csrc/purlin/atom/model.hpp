@@ -25,11 +25,14 @@ struct Rank {   // what a rank keeps from call to call
 
 class Model {
  public:
+  static constexpr bool flat = false;
   Model(Machine& machine, std::vector<Rank>& ranks, const Call& call, int team, Roles roles)
       : m_(machine), ranks_(ranks), c_(call), team_(team), roles_(roles) {}
 
   int team() const { return team_; }
   int teams() const { return c_.teams; }
+  Word sent(Use use, int peer) const { return *c_.count(peer, team_).sent_on(use); }
+  Word taken(Use use, int peer) const { return *c_.count(peer, team_).taken_on(use); }
   bool enter() { return !poisoned(); }
   void leave() {
     for (Role* r : {&reader(), &source()}) {
@@ -144,15 +147,20 @@ class Model {
     return settle(all, is_message, where);
   }
 
-  template <class F>
-  void put(int n, F packet) {
+  template <class C, class F, class G>
+  Arrival put(int n, C credit, F source, G window, Where where) {
     starts("put");
+    if (Arrival got = wait(n, credit, where); got != Arrival::yes) return got;
     Role& r = role();
     for (int p = 0; p < n; ++p) {
-      Packet out = packet(p);
-      if (out.window) r.queue.push_back([this, &r, seen = r.seen, out] { return pack(r, view(r, seen), out), true; });
+      Bytes from = source(p);
+      if (from.range.empty()) continue;
+      Lines lines = window(p);
+      Packet out{lines.window, lines.tag, from.place, from.range};
+      r.queue.push_back([this, &r, seen = r.seen, out] { return pack(r, view(r, seen), out), true; });
     }
     m_.yield();
+    return Arrival::yes;
   }
   template <class F>
   Arrival take(int n, F packet, Where where) {

@@ -41,10 +41,31 @@ __device__ __forceinline__ Line load_line(const void* from) {
                : "memory");
   return line;
 }
+__device__ __forceinline__ Line load_line_acquire(const void* from) {
+  Line line;
+  asm volatile("{ .reg .b128 v; ld.acquire.sys.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }"
+               : "=l"(line.payload), "=l"(line.tag)
+               : "l"(from)
+               : "memory");
+  return line;
+}
 __device__ __forceinline__ void store_line(void* to, Line line) {
   asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.sys.global.b128 [%0], v; }" ::"l"(to),
                "l"(line.payload), "l"(line.tag)
                : "memory");
+}
+
+// ---- vectors of 16 bytes, read and written once
+
+__device__ __forceinline__ uint4 load_vector(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+__device__ __forceinline__ void store_vector(void* to, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // ---- barriers of some of a block's threads
@@ -80,6 +101,47 @@ __device__ __forceinline__ bool gate_passed(Gate* gate, unsigned parity) {  // t
                : "r"(shared_address(gate)), "r"(parity)
                : "memory");
   return passed != 0;
+}
+
+// A gate that also waits for bytes: one lane announces them, bulk loads bring them.
+__device__ __forceinline__ void gate_expect(Gate* gate, unsigned bytes) {
+  asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.shared.b64 s, [%0], %1; }" ::"r"(shared_address(gate)),
+               "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void fence_gates() {  // what was initialised can be used by bulk copies
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- bulk copies (sm_90): 16-byte multiples between global and shared memory, by a machine beside the lanes, in the *async proxy*
+
+// What was seen through plain loads and stores happens before bulk copies that follow.
+__device__ __forceinline__ void fence_proxy() {
+  if constexpr (has_bulk) asm volatile("fence.proxy.async;" ::: "memory");
+}
+__device__ __forceinline__ void bulk_load(void* to, const void* from, unsigned bytes, Gate* gate) {
+  if constexpr (has_bulk)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(gate))
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* to, const void* from, unsigned bytes) {
+  if constexpr (has_bulk)
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+                 "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_commit() {
+  if constexpr (has_bulk) asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+template <int pending>
+__device__ __forceinline__ void bulk_stored() {  // all but the last `pending` groups of this lane are written
+  if constexpr (has_bulk) asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
+}
+template <int pending>
+__device__ __forceinline__ void bulk_read() {  // all but the last `pending` groups of this lane have left shared memory
+  if constexpr (has_bulk) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
 // ---- time

@@ -9,8 +9,9 @@ struct Direct {
   A& a;
   const Call& c;
 
-  PURLIN_FN Word& sent(int p) const { return c.count(p, a.team()).sent[static_cast<int>(Use::direct)]; }
-  PURLIN_FN Word& taken(int p) const { return c.count(p, a.team()).taken[static_cast<int>(Use::direct)]; }
+  PURLIN_FN Counts& count(int p) const { return c.count(p, a.team()); }
+  PURLIN_FN Word sent(int p) const { return a.sent(Use::direct, p); }
+  PURLIN_FN Word taken(int p) const { return a.taken(Use::direct, p); }
   PURLIN_FN bool live(const Route& route) const { return !route.range(0, a.team(), a.teams()).empty(); }
   PURLIN_FN Inbox mine() const { return {c.geometry, c.own_arena()}; }
   PURLIN_FN Inbox theirs(int p) const { return {c.geometry, c.peer_arena(p)}; }
@@ -26,13 +27,13 @@ struct StageDirect {
   PURLIN_FN void open() {}
   PURLIN_FN int steps() const { return 1; }
   PURLIN_FN void step(int) {
-    copy_own(a, c, 0);
     for (int k = 0; ok && k < c.grants; ++k) ok = granted(k);
     for (int p = 0; ok && p < c.peers(); ++p) push(p);
     if (ok) a.notify(c.peers(), [&](int p) { return at().live(c.pair[p].send) ? ready(p) : Mark{}; });
   }
   PURLIN_FN void close() {
-    a.keep(c.peers(), [&](int p) { return Mark{&at().sent(p), at().sent(p) + at().live(c.pair[p].send)}; });
+    a.keep(c.peers(),
+           [&](int p) { return Mark{at().count(p).sent_on(Use::direct), at().sent(p) + at().live(c.pair[p].send)}; });
   }
   PURLIN_FN Direct<A> at() const { return {a, c}; }
   PURLIN_FN bool granted(int k) {
@@ -46,7 +47,8 @@ struct StageDirect {
     const Pair& pair = c.pair[p];
     Range range = pair.send.range(0, a.team(), a.teams());
     if (range.empty()) return;
-    a.copy(in_granted(pair.remote, c.peer_arena(p), at().grant_in(p)), in_tensors(pair.send, c.input), range);
+    a.copy(in_granted<A::flat>(pair.remote, c.peer_arena(p), at().grant_in(p)), in_tensors<A::flat>(pair.send, c.input),
+           range);
   }
   PURLIN_FN Mark ready(int p) const {
     return {at().theirs(p).ready(c.as_seen_by(p), a.team(), Use::direct, 0),
@@ -66,6 +68,7 @@ struct ConsumeDirect {
   }
   PURLIN_FN int steps() const { return 1; }
   PURLIN_FN void step(int) {
+    copy_own(a, c, 0);  // while the messages are on their way
     auto ready = [&](int p) {
       if (!at().live(c.pair[p].receive)) return Mark{};
       return Mark{at().mine().ready(p, a.team(), Use::direct, 0), tag(at().taken(p), c.pair[p].receive_signature)};
@@ -73,7 +76,9 @@ struct ConsumeDirect {
     a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});
   }
   PURLIN_FN void close() {
-    a.keep(c.peers(), [&](int p) { return Mark{&at().taken(p), at().taken(p) + at().live(c.pair[p].receive)}; });
+    a.keep(c.peers(), [&](int p) {
+      return Mark{at().count(p).taken_on(Use::direct), at().taken(p) + at().live(c.pair[p].receive)};
+    });
   }
   PURLIN_FN Direct<A> at() const { return {a, c}; }
   PURLIN_FN GrantMark offer(int p, int k) const {

@@ -8,7 +8,7 @@ template <class A>
 PURLIN_FN void copy_own(A& a, const Call& c, int step) {
   Range range = c.own_from.range(step, a.team(), a.teams());
   if (c.kind == Kind::copy && !range.empty())
-    a.copy(in_tensors(c.own_to, c.output), in_tensors(c.own_from, c.input), range);
+    a.copy(in_tensors<A::flat>(c.own_to, c.output), in_tensors<A::flat>(c.own_from, c.input), range);
 }
 
 // What every call says on entry, by the reader: I am in call n of this signature.

@@ -10,8 +10,8 @@ struct Packets {
   const Call& c;
 
   PURLIN_FN Counts& count(int p) const { return c.count(p, a.team()); }
-  PURLIN_FN Word& sent(int p) const { return count(p).sent[static_cast<int>(Use::packet)]; }
-  PURLIN_FN Word& taken(int p) const { return count(p).taken[static_cast<int>(Use::packet)]; }
+  PURLIN_FN Word sent(int p) const { return a.sent(Use::packet, p); }
+  PURLIN_FN Word taken(int p) const { return a.taken(Use::packet, p); }
   PURLIN_FN Range cut(const Route& route) const { return route.range(0, a.team(), a.teams()); }
   PURLIN_FN Inbox mine() const { return {c.geometry, c.own_arena()}; }
   PURLIN_FN Inbox theirs(int p) const { return {c.geometry, c.peer_arena(p)}; }
@@ -19,11 +19,12 @@ struct Packets {
     if (cut(route).empty()) return {};
     return {mine().window(p, a.team(), taken(p)), tag(taken(p), c.pair[p].receive_signature), to, cut(route)};
   }
-  PURLIN_FN Packet out(int p) const {
+  PURLIN_FN Bytes source(int p) const {
     const Route& route = c.pair[p].send;
-    if (cut(route).empty()) return {};
-    char* window = theirs(p).window(c.as_seen_by(p), a.team(), sent(p));
-    return {window, tag(sent(p), c.pair[p].send_signature), in_tensors(route, c.input), cut(route)};
+    return {in_tensors<A::flat>(route, c.input), cut(route)};
+  }
+  PURLIN_FN Lines window_out(int p) const {
+    return {theirs(p).window(c.as_seen_by(p), a.team(), sent(p)), tag(sent(p), c.pair[p].send_signature)};
   }
 };
 
@@ -40,13 +41,16 @@ struct StagePackets {
       if (all().cut(c.pair[p].send).empty()) return Mark{};
       return Mark{all().mine().freed(p, a.team(), Use::packet), credit_for(all().sent(p), packet_slots)};
     };
-    ok = a.wait(c.peers(), credit, {Where::What::credit, Use::packet, 0}) == Arrival::yes;
-    if (ok) a.put(c.peers(), [&](int p) { return all().out(p); });
+    auto source = [&](int p) { return all().source(p); };
+    auto window = [&](int p) { return all().window_out(p); };
+    ok = a.put(c.peers(), credit, source, window, {Where::What::credit, Use::packet, 0}) == Arrival::yes;
     if (ok) copy_own(a, c, 0);
     a.meet();  // an all-reduce onto itself overwrites what was just put
   }
   PURLIN_FN void close() {
-    a.keep(c.peers(), [&](int p) { return Mark{&all().sent(p), all().sent(p) + !all().cut(c.pair[p].send).empty()}; });
+    a.keep(c.peers(), [&](int p) {
+      return Mark{all().count(p).sent_on(Use::packet), all().sent(p) + !all().cut(c.pair[p].send).empty()};
+    });
   }
   PURLIN_FN Packets<A> all() const { return {a, c}; }
 };
@@ -67,10 +71,11 @@ struct ConsumePackets {
     a.meet();
     if (c.kind == Kind::copy) {
       a.take(
-          c.peers(), [&](int p) { return all().in(p, c.pair[p].receive, in_tensors(c.pair[p].receive, c.output)); },
+          c.peers(),
+          [&](int p) { return all().in(p, c.pair[p].receive, in_tensors<A::flat>(c.pair[p].receive, c.output)); },
           where);
     } else if (!all().cut(c.own_from).empty()) {
-      Place to = in_tensors(c.own_to, c.output), own = in_tensors(c.own_from, c.input);
+      Place to = in_tensors<A::flat>(c.own_to, c.output), own = in_tensors<A::flat>(c.own_from, c.input);
       auto packet = [&](int k) {
         return k == c.rank ? Packet{nullptr, 0, own, all().cut(c.own_from)} : all().in(c.peer_of(k), c.own_from, to);
       };
@@ -79,7 +84,9 @@ struct ConsumePackets {
   }
   PURLIN_FN void close() {
     auto due = [&](int p) -> const Route& { return c.kind == Kind::copy ? c.pair[p].receive : c.own_from; };
-    a.keep(c.peers(), [&](int p) { return Mark{&all().taken(p), all().taken(p) + !all().cut(due(p)).empty()}; });
+    a.keep(c.peers(), [&](int p) {
+      return Mark{all().count(p).taken_on(Use::packet), all().taken(p) + !all().cut(due(p)).empty()};
+    });
   }
   PURLIN_FN Packets<A> all() const { return {a, c}; }
 };

@@ -11,11 +11,10 @@ struct Ring {
   const Call& c;
   Use use;
 
-  PURLIN_FN Word sent(int p, int step) const { return c.count(p, a.team()).sent[at()] + step; }
-  PURLIN_FN Word taken(int p, int step) const { return c.count(p, a.team()).taken[at()] + step; }
+  PURLIN_FN Word sent(int p, int step) const { return a.sent(use, p) + step; }
+  PURLIN_FN Word taken(int p, int step) const { return a.taken(use, p) + step; }
   PURLIN_FN Inbox mine() const { return {c.geometry, c.own_arena()}; }
   PURLIN_FN Inbox theirs(int p) const { return {c.geometry, c.peer_arena(p)}; }
-  PURLIN_FN int at() const { return static_cast<int>(use); }
 
   PURLIN_FN Mark credit(int p, int step) const {  // at my side: the slot of this message has been let go of
     return {mine().freed(p, a.team(), use), credit_for(sent(p, step), c.geometry.slots)};
@@ -48,7 +47,7 @@ struct Ring {
       return false;
     for (int p = 0; p < c.peers(); ++p) {
       Range range = cut(route, p, step);
-      if (!range.empty()) a.copy(in_slot(slot_out(p, step), range.lo), in_tensors(route(p), tensors), range);
+      if (!range.empty()) a.copy(in_slot(slot_out(p, step), range.lo), in_tensors<A::flat>(route(p), tensors), range);
     }
     a.notify(c.peers(), [&](int p) { return live(p) ? ready_out(p, step) : Mark{}; });
     return true;
@@ -67,13 +66,13 @@ struct Ring {
   template <class R>
   PURLIN_FN void count_sent(R route) {
     a.keep(c.peers(), [&](int p) {
-      return Mark{&c.count(p, a.team()).sent[at()], sent(p, route(p).messages(a.team(), a.teams()))};
+      return Mark{c.count(p, a.team()).sent_on(use), sent(p, route(p).messages(a.team(), a.teams()))};
     });
   }
   template <class R>
   PURLIN_FN void count_taken(R route) {
     a.keep(c.peers(), [&](int p) {
-      return Mark{&c.count(p, a.team()).taken[at()], taken(p, route(p).messages(a.team(), a.teams()))};
+      return Mark{c.count(p, a.team()).taken_on(use), taken(p, route(p).messages(a.team(), a.teams()))};
     });
   }
 };

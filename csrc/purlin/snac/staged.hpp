@@ -35,7 +35,7 @@ struct Consume {
     for (int p = 0; p < c.peers(); ++p) {
       Range range = ring().cut(Receiving{c}, p, i);
       if (!range.empty())
-        a.copy(in_tensors(c.pair[p].receive, c.output), in_slot(ring().slot_in(p, i), range.lo), range);
+        a.copy(in_tensors<A::flat>(c.pair[p].receive, c.output), in_slot(ring().slot_in(p, i), range.lo), range);
     }
     ring().let_go(i, Receiving{c});
   }
@@ -55,7 +55,8 @@ struct Reduce {
     Range range = c.own_from.range(i, a.team(), a.teams());
     if (range.empty() || !ok || !(ok = ring().arrived(i, Own{c}))) return;
     auto slot = [&](int k) -> const char* { return ring().slot_in(c.peer_of(k), i); };
-    a.reduce(in_tensors(c.own_to, c.output), in_tensors(c.own_from, c.input), c.ranks, slot, c.rank, range, c.sum);
+    a.reduce(in_tensors<A::flat>(c.own_to, c.output), in_tensors<A::flat>(c.own_from, c.input), c.ranks, slot, c.rank,
+             range, c.sum);
     ring().let_go(i, Own{c});
   }
   PURLIN_FN void close() { ring().count_taken(Own{c}); }

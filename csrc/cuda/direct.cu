@@ -1,0 +1,51 @@
+#include "../purlin/atom/relay.cuh"
+#include "../purlin/atom/together.cuh"
+#include "../purlin/snac.hpp"
+#include "kernels.cuh"
+
+namespace purlin::gpu {
+
+constexpr i64 bulk_from =
+    64 << 10;  // bytes a team in boxes from which on bulk copies carry them: two warps of them do as much as 512 lanes
+
+template <bool flat, int ranks>
+__global__ void __launch_bounds__(block_threads, 1) direct_kernel(const __grid_constant__ Launches<ranks> all) {
+  auto [launch, team] = seat(all);
+  warm(launch);
+  Together<Use::direct, flat> atom(launch, team, nullptr);
+  if (!atom.enter()) return;
+  snac::direct(atom, launch.call);
+  atom.leave();
+}
+
+template <int ranks>
+__global__ void __launch_bounds__(2 * relay_threads, 1)
+    direct_bulk_kernel(const __grid_constant__ Launches<ranks> all) {
+  extern __shared__ __align__(128) char memory[];
+  __shared__ Cells all_cells[2];
+  __shared__ Tally tally;
+  auto [launch, team] = seat(all);
+  if (threadIdx.x < 2) all_cells[threadIdx.x].init();
+  tally.read(launch.call, team);
+  int thread = static_cast<int>(threadIdx.x);
+  Relay atom(launch, team, thread / relay_threads, thread % relay_threads, all_cells, memory, &tally);
+  if (!atom.enter()) return;
+  snac::direct(atom, launch.call);
+  atom.leave();
+}
+
+template <bool flat>
+const void* direct_of(int ranks) {
+  return by_ranks(ranks, direct_kernel<flat, 1>, direct_kernel<flat, 2>, direct_kernel<flat, most_fused>);
+}
+Choice direct(const Call& call, int ranks, bool bulk) {
+  i64 most = 0;
+  for (int p = 0; p < call.peers(); ++p)
+    most = larger(most, larger(call.pair[p].send.bytes, call.pair[p].receive.bytes));
+  if (bulk && !call.flat && most / call.teams >= bulk_from)
+    return {by_ranks(ranks, direct_bulk_kernel<1>, direct_bulk_kernel<2>, direct_bulk_kernel<most_fused>),
+            2 * relay_threads, 2 * cells * cell_bytes};
+  return {call.flat ? direct_of<true>(ranks) : direct_of<false>(ranks), block_threads, 0};
+}
+
+}  // namespace purlin::gpu

@@ -1,0 +1,171 @@
+// Apart: a staging and a consuming role of a block side by side, each of three kinds of warps, so that nobody who copies ever polls the link or fences:
+//     watcher  polls words ahead of the copiers          -> go[k]:   what the k-th wait waits for has come
+//     copiers  move the bytes                            -> done[k]: what the k-th notify publishes has been issued
+//     notifier fences and stores the words, a peer a lane
+// A gate of a ring is used again only when the other side has passed it (passed, told).
+#pragma once
+#include "lanes.cuh"
+#include "tally.cuh"
+
+namespace purlin::gpu {
+
+constexpr int gates = 8;
+
+template <int copiers>
+struct Crossing {  // of one role, in shared memory
+  ptx::Gate go[gates], passed[gates], done[gates], told[gates];
+  char* slots[2][max_ranks];
+  int failed;
+
+  __device__ void init() {
+    for (int k = 0; k < gates; ++k) {
+      ptx::gate_init(go + k, 1);
+      ptx::gate_init(passed + k, copiers / warp);
+      ptx::gate_init(done + k, copiers / warp);
+      ptx::gate_init(told + k, 1);
+    }
+    failed = 0;
+  }
+};
+
+template <class Adding, int copiers>
+class Apart {
+ public:
+  static constexpr bool flat = false;
+  static constexpr int role_threads = copiers + 2 * warp;
+  enum class Kind { copier, watcher, notifier };
+
+  // `thread` of role_threads of role `role`.
+  __device__ Apart(const Launch& launch, int team, int role, int thread, Crossing<copiers>* x, const Tally* tally)
+      : l_(launch),
+        team_(team),
+        role_(role),
+        kind_(thread < copiers          ? Kind::copier
+              : thread < copiers + warp ? Kind::watcher
+                                        : Kind::notifier),
+        lane_(thread < copiers ? thread : thread % warp),
+        x_(x),
+        tally_(tally) {}
+
+  __device__ int team() const { return team_; }
+  __device__ int teams() const { return l_.call.teams; }
+  __device__ Word sent(Use use, int peer) const { return tally_->sent(use, peer); }
+  __device__ Word taken(Use use, int peer) const { return tally_->taken(use, peer); }
+  __device__ bool enter() const { return is_alive(l_); }
+  __device__ void leave() const { count_call(l_, team_); }
+
+  template <class C, class S>
+  __device__ void both(int, C consume, S stage) {
+    if (role_ == 0) {
+      play(stage);
+    } else {
+      play(consume);
+    }
+  }
+  __device__ void copy(const Place& to, const Place& from, Range range) {
+    if (kind_ != Kind::copier) return;
+    if (reduced_) ptx::barrier(copier_barrier(), copiers);  // other lanes may have written what this one reads
+    reduced_ = false;
+    gpu::copy_apart(to, from, range, {lane_, copiers});
+  }
+  template <class F>
+  __device__ void reduce(const Place& to, const Place& own, int n, F slot, int self, Range range, Sum sum) {
+    if (kind_ != Kind::copier) return;
+    char** slots = x_->slots[reductions_++ % 2];
+    if (lane_ < n && lane_ != self) slots[lane_] = const_cast<char*>(slot(lane_));
+    ptx::barrier(copier_barrier(), copiers);
+    with_adds<Adding>(
+        sum, [&](auto adds) { gpu::reduce<decltype(adds)>(to, own, n, slots, self, range, sum.op, {lane_, copiers}); });
+    reduced_ = true;
+  }
+  template <class C, class F, class G>
+  __device__ Arrival put(int, C, F, G, Where) {  // packets: Together
+    return Arrival::yes;
+  }
+  template <class F>
+  __device__ Arrival take(int, F, Where) {
+    return Arrival::yes;
+  }
+  template <class F>
+  __device__ Arrival take_reduce(const Place&, const Place&, int, F, int, Sum, Where) {
+    return Arrival::yes;
+  }
+  template <class F>
+  __device__ void notify(int n, F mark) {
+    int k = notifies_++;
+    if (kind_ == Kind::copier) {
+      if (k >= gates && !passes(x_->told + k % gates, k / gates - 1)) return;
+      __syncwarp();
+      if (lane_ % warp == 0) ptx::gate_arrive(x_->done + k % gates);
+    } else if (kind_ == Kind::notifier) {
+      if (!passes(x_->done + k % gates, k / gates)) return;
+      store_marks(n, mark, lane_, ptx::store_release);
+      __syncwarp();
+      if (lane_ == 0) ptx::gate_arrive(x_->told + k % gates);
+    }
+  }
+  template <class F>
+  __device__ void tell(int n, F mark) {
+    if (kind_ == Kind::watcher) store_marks(n, mark, lane_, ptx::store_relaxed);
+  }
+  template <class F>
+  __device__ void grant(int n, F line) {
+    if (kind_ == Kind::watcher) store_grants(n, line, lane_);
+  }
+  template <class F>
+  __device__ void keep(int n, F mark) {
+    if (kind_ == Kind::watcher) store_marks(n, mark, lane_, keep_word);
+  }
+  template <class F>
+  __device__ Arrival wait(int n, F mark, Where where) {
+    Word seen;
+    return come([&] { return lane_ >= n || reached_gently(l_, team_, mark(lane_), lane_, where, seen); });
+  }
+  template <class F>
+  __device__ Arrival expect(int n, F mark, Where where) {
+    return come([&] { return lane_ >= n || tagged_gently(l_, team_, mark(lane_), lane_, where); });
+  }
+  __device__ void meet() const {}
+  __device__ void drain() const { ptx::barrier(1 + role_, role_threads); }
+
+ private:
+  template <class F>
+  __device__ Arrival come(F arrived) {
+    int k = waits_++;
+    if (kind_ == Kind::watcher) return watch(k, arrived);
+    if (kind_ == Kind::copier) {
+      if (!passes(x_->go + k % gates, k / gates)) return Arrival::never;
+      __syncwarp();
+      if (lane_ % warp == 0) ptx::gate_arrive(x_->passed + k % gates);
+    }
+    return has_failed() ? Arrival::never : Arrival::yes;
+  }
+  template <class F>
+  __device__ Arrival watch(int k, F arrived) {
+    if (k >= gates && !passes(x_->passed + k % gates, k / gates - 1)) return Arrival::never;
+    bool bad = __any_sync(0xffffffffu, !arrived());
+    if (bad && lane_ == 0) *static_cast<volatile int*>(&x_->failed) = 1;
+    __syncwarp();
+    if (lane_ == 0 && !bad) ptx::gate_arrive(x_->go + k % gates);
+    return bad ? Arrival::never : Arrival::yes;
+  }
+  // Wait for the phase-th completion of a gate; false when this role has failed meanwhile.
+  __device__ bool passes(ptx::Gate* gate, int phase) const {
+    while (!ptx::gate_passed(gate, static_cast<unsigned>(phase) & 1))
+      if (has_failed()) return false;
+    return true;
+  }
+  __device__ bool has_failed() const { return *static_cast<volatile const int*>(&x_->failed) != 0; }
+  __device__ int copier_barrier() const { return 3 + role_; }
+
+  const Launch& l_;
+  int team_, role_;
+  Kind kind_;
+  int lane_;
+  Crossing<copiers>* x_;
+  const Tally* tally_;
+  int waits_ = 0, notifies_ = 0, reductions_ = 0;
+  bool reduced_ = false;
+};
+
+}  // namespace purlin::gpu

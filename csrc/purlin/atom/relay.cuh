@@ -1,0 +1,260 @@
+// Relay: two warps a role carry bytes by bulk copies (sm_90 and later): tensor or slot -> a cell of shared memory -> slot or tensor.
+//     loader  waits for words, and loads pieces into free cells                     -> full[cell]
+//     storer  stores full cells, tells the notifies when what they publish is there -> empty[cell]
+// Both walk through the same role; what is in flight between them hides what each step takes. Bytes that bulk copies cannot carry (odd addresses, the last
+// few of a message) pass the cells as a piece of none, and the storer's lanes copy them.
+#pragma once
+#include "lanes.cuh"
+#include "tally.cuh"
+
+namespace purlin::gpu {
+
+constexpr int cell_bytes = 16 << 10, cells = 6;  // of a role
+constexpr int unread = 2;  // stores that may still read their cell when a piece before them gives up its own
+constexpr int relay_threads = 2 * warp;  // of a role
+
+struct Cells {  // of one role, in shared memory, beside its bytes
+  ptx::Gate full[cells], empty[cells];
+  int failed;
+
+  __device__ void init() {
+    for (int k = 0; k < cells; ++k) {
+      ptx::gate_init(full + k, 1);
+      ptx::gate_init(empty + k, 1);
+    }
+    failed = 0;
+    ptx::fence_gates();
+  }
+};
+
+// ---- places as bulk copies see them
+
+// Can they carry these bytes of a place? All but the last few of a flat one.
+__device__ __forceinline__ bool is_even(const Place& place, Range range) {
+  if (place.flat()) return (bits(place.first + range.lo) & 15) == 0;
+  bool even = true;
+  for_each_item(place, place, range, [&](int k, i64 at, i64 lo, i64 hi) {
+    even = even && ((lo | hi) & 15) == 0 && stretch(place, k, at).aligned();
+  });
+  return even;
+}
+// Calls f(address, offset in the cell, bytes) for each stretch that lies together, shared out among the lanes of a warp.
+template <class F>
+__device__ __forceinline__ void for_each_run(const Place& place, Range range, int lane, F f) {
+  if (place.flat()) {
+    if (lane == 0) f(place.first + range.lo, 0u, static_cast<unsigned>(range.hi - range.lo));
+    return;
+  }
+  for_each_item(place, place, range, [&](int k, i64 at, i64 lo, i64 hi) {
+    Stretch s = stretch(place, k, at);
+    unsigned cell = static_cast<unsigned>(at - range.lo);  // of the item's first byte; may wrap below zero
+    if (s.flat()) {
+      if (lane == 0) f(s.first + lo, cell + static_cast<unsigned>(lo), static_cast<unsigned>(hi - lo));
+      return;
+    }
+    i64 run = s.box->run;
+    unsigned row = s.box->by_run.divide(static_cast<unsigned>(lo / vector_bytes)) + static_cast<unsigned>(lane);
+#pragma unroll 1
+    for (i64 begin = row * run; begin < hi; begin += warp * run, row += warp) {
+      i64 from = larger(lo, begin), to = smaller(hi, begin + run);
+      f(s.row_at(row) + (from - begin), cell + static_cast<unsigned>(from), static_cast<unsigned>(to - from));
+    }
+  });
+}
+
+// ---- the Atom
+
+class Relay {
+ public:
+  static constexpr bool flat = false;
+
+  // `thread` of relay_threads of role `role`.
+  __device__ Relay(const Launch& launch, int team, int role, int thread, Cells* all, char* memory, const Tally* tally)
+      : l_(launch),
+        team_(team),
+        role_(role),
+        loads_(thread < warp),
+        lane_(thread % warp),
+        x_(all + role),
+        memory_(memory + role * cells * cell_bytes),
+        tally_(tally) {}
+
+  __device__ int team() const { return team_; }
+  __device__ int teams() const { return l_.call.teams; }
+  __device__ Word sent(Use use, int peer) const { return tally_->sent(use, peer); }
+  __device__ Word taken(Use use, int peer) const { return tally_->taken(use, peer); }
+  __device__ bool enter() const { return is_alive(l_); }
+  __device__ void leave() const { count_call(l_, team_); }
+
+  template <class C, class S>
+  __device__ void both(int, C consume, S stage) {
+    if (role_ == 0) {
+      play(stage);
+    } else {
+      play(consume);
+    }
+  }
+  __device__ void copy(const Place& to, const Place& from, Range range) {
+    if (to.flat() && from.flat() && to.first == from.first) return;
+    if (!is_even(to, range) || !is_even(from, range)) return carry_odd(to, from, range);
+    i64 whole = range.lo + ((range.hi - range.lo) & ~i64{15});
+#pragma unroll 1
+    for (i64 lo = range.lo; lo < whole; lo += cell_bytes) carry(to, from, {lo, smaller(whole, lo + cell_bytes)});
+    if (whole < range.hi) carry_odd(to, from, {whole, range.hi});
+  }
+  template <class F>
+  __device__ void reduce(const Place&, const Place&, int, F, int, Range, Sum) {}  // Apart
+  template <class C, class F, class G>
+  __device__ Arrival put(int, C, F, G, Where) {  // packets: Together
+    return Arrival::yes;
+  }
+  template <class F>
+  __device__ Arrival take(int, F, Where) {
+    return Arrival::yes;
+  }
+  template <class F>
+  __device__ Arrival take_reduce(const Place&, const Place&, int, F, int, Sum, Where) {
+    return Arrival::yes;
+  }
+  template <class F>
+  __device__ void notify(int n, F mark) {
+    if (loads_ || dead_) return;
+    tell_noted();
+    note_ = lane_ < n ? mark(lane_) : Mark{};
+    noted_ = true;
+    due_ = pieces_;
+  }
+  template <class F>
+  __device__ void tell(int n, F mark) {
+    if (loads_) store_marks(n, mark, lane_, ptx::store_relaxed);
+  }
+  template <class F>
+  __device__ void grant(int n, F line) {
+    if (loads_) store_grants(n, line, lane_);
+  }
+  template <class F>
+  __device__ void keep(int n, F mark) {
+    if (loads_) store_marks(n, mark, lane_, keep_word);
+  }
+  template <class F>
+  __device__ Arrival wait(int n, F mark, Where where) {
+    if (!loads_) return has_failed() ? Arrival::never : Arrival::yes;
+    Mark m = lane_ < n ? mark(lane_) : Mark{};
+    if (m.word == counted_ && m.value <= count_) m.word = nullptr;  // a count only grows: what was seen may be enough
+    Word seen = 0;
+    bool bad = !reached_gently(l_, team_, m, lane_, where, seen);
+    if (m.word) counted_ = m.word, count_ = seen;
+    return verdict(bad);
+  }
+  template <class F>
+  __device__ Arrival expect(int n, F mark, Where where) {
+    bool bad = loads_ && lane_ < n && !tagged_gently(l_, team_, mark(lane_), lane_, where);
+    Arrival how = loads_ ? verdict(bad) : has_failed() ? Arrival::never : Arrival::yes;
+    if (where.what != Where::What::grant) return how;
+    // A grant says where to: the storer needs it before it knows its first place.
+    return ptx::barrier_or(role_barrier(), relay_threads, how != Arrival::yes) ? Arrival::never : Arrival::yes;
+  }
+  __device__ void meet() const {}
+  __device__ void drain() {
+    if (!loads_) {
+      ptx::bulk_stored<0>();
+      tell_noted();
+    }
+    ptx::barrier(role_barrier(), relay_threads);
+  }
+
+ private:
+  // -- pieces: number k goes through cell k % cells
+  __device__ void carry(const Place& to, const Place& from, Range range) {
+    unsigned k = pieces_++, cell = k % cells;
+    char* bytes = memory_ + cell * cell_bytes;
+    if (loads_) {
+      if (!is_free(k)) return;
+      if (lane_ == 0) ptx::gate_expect(x_->full + cell, static_cast<unsigned>(range.hi - range.lo));
+      __syncwarp();
+      for_each_run(from, range, lane_, [&](char* at, unsigned offset, unsigned count) {
+        ptx::bulk_load(bytes + offset, at, count, x_->full + cell);
+      });
+    } else {
+      if (!is_full(k)) return;
+      for_each_run(to, range, lane_,
+                   [&](char* at, unsigned offset, unsigned count) { ptx::bulk_store(at, bytes + offset, count); });
+      give_up(k);
+    }
+  }
+  __device__ void carry_odd(const Place& to, const Place& from, Range range) {
+    unsigned k = pieces_++;
+    if (loads_) {
+      if (!is_free(k)) return;
+      if (lane_ == 0) ptx::gate_arrive(x_->full + k % cells);
+      __syncwarp();
+    } else {
+      if (!is_full(k)) return;
+      copy_apart(to, from, range, {lane_, warp});
+      give_up(k);
+    }
+  }
+  __device__ bool is_free(unsigned k) const { return k < cells || passes(x_->empty + k % cells, k / cells - 1); }
+  __device__ bool is_full(unsigned k) {
+    ptx::Gate* gate = x_->full + k % cells;
+    if (dead_) return false;
+    if (ptx::gate_passed(gate, k / cells & 1)) return true;
+    if (noted_) {  // nothing to do: what has been stored may as well be waited for and told
+      ptx::bulk_stored<0>();
+      tell_noted();
+    }
+    dead_ = !passes(gate, k / cells);
+    return !dead_;
+  }
+  // Piece k is on its way out of its cell; an older one has left its own.
+  __device__ void give_up(unsigned k) {
+    ptx::bulk_commit();
+    ptx::bulk_read<unread>();
+    __syncwarp();
+    if (lane_ == 0 && k >= unread) ptx::gate_arrive(x_->empty + (k - unread) % cells);
+  }
+  __device__ bool passes(ptx::Gate* gate, unsigned round) const {
+    while (!ptx::gate_passed(gate, round & 1))
+      if (has_failed()) return false;
+    return true;
+  }
+
+  // -- notifies: one is held back until the stores before it are complete
+  __device__ void tell_noted() {
+    if (!noted_) return;
+    unsigned since = pieces_ - due_;
+    if (since >= 2) {
+      ptx::bulk_stored<2>();
+    } else {
+      ptx::bulk_stored<0>();
+    }
+    __syncwarp();
+    if (note_.word) ptx::store_release(note_.word, note_.value);
+    noted_ = false;
+  }
+
+  __device__ Arrival verdict(bool bad) const {
+    bad = __any_sync(0xffffffffu, bad);
+    if (bad && lane_ == 0) *static_cast<volatile int*>(&x_->failed) = 1;
+    __syncwarp();
+    ptx::fence_proxy();  // what the words publish may be read by bulk copies
+    return bad ? Arrival::never : Arrival::yes;
+  }
+  __device__ bool has_failed() const { return *static_cast<volatile const int*>(&x_->failed) != 0; }
+  __device__ int role_barrier() const { return 1 + role_; }
+
+  const Launch& l_;
+  int team_, role_;
+  bool loads_;
+  int lane_;
+  Cells* x_;
+  char* memory_;
+  const Tally* tally_;
+  unsigned pieces_ = 0, due_ = 0;
+  bool noted_ = false, dead_ = false;
+  Mark note_{};
+  Word* counted_ = nullptr;  // a word that this lane has waited for, and what it held
+  Word count_ = 0;
+};
+
+}  // namespace purlin::gpu

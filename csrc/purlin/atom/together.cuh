@@ -1,0 +1,351 @@
+// Together: all lanes of a block in lockstep, for packets and direct calls: latency counts, or one message a peer is all there is.
+#pragma once
+#include "lanes.cuh"
+
+namespace purlin::gpu {
+
+constexpr i64 payload_bytes = 8, line_bytes = 16;
+constexpr int lines_ahead = 4;  // of a packet that a lane reads before it may write, or looks at together
+
+// ---- payloads: 8 bytes of a tensor, fewer at the end of a message
+
+inline __device__ __noinline__ Word gather_odd(Stretch from, i64 at, i64 bytes) {
+  Word payload = 0;
+#pragma unroll 1
+  for (i64 b = 0; b < bytes; ++b)
+    payload |= static_cast<Word>(*reinterpret_cast<const unsigned char*>(from.byte(at + b))) << (8 * b);
+  return payload;
+}
+inline __device__ __noinline__ void scatter_odd(Stretch to, i64 at, i64 bytes, Word payload) {
+#pragma unroll 1
+  for (i64 b = 0; b < bytes; ++b) *to.byte(at + b) = static_cast<char>(payload >> (8 * b));
+}
+__device__ __forceinline__ Word gather(const Stretch& from, bool even, i64 at, i64 hi) {
+  if (even && hi - at >= payload_bytes) return *reinterpret_cast<const Word*>(from.byte(at));
+  return gather_odd(from, at, smaller(payload_bytes, hi - at));
+}
+__device__ __forceinline__ void scatter(const Stretch& to, bool even, i64 at, i64 hi, Word payload) {
+  if (even && hi - at >= payload_bytes) {
+    *reinterpret_cast<Word*>(to.byte(at)) = payload;
+  } else {
+    scatter_odd(to, at, smaller(payload_bytes, hi - at), payload);
+  }
+}
+
+// ---- putting
+
+__device__ __forceinline__ char* line_at(char* window, i64 byte) {
+  return window + byte * (line_bytes / payload_bytes);
+}
+
+// What a lane holds of a flat packet while it waits for leave to send it.
+struct Ahead {
+  Word payload[lines_ahead];
+};
+__device__ __forceinline__ void read_ahead(Ahead& held, const Stretch& from, bool even, i64 bytes, Lanes team) {
+#pragma unroll
+  for (int u = 0; u < lines_ahead; ++u)
+    if (i64 at = (team.lane + u * team.lanes) * payload_bytes; at < bytes)
+      held.payload[u] = gather(from, even, at, bytes);
+}
+__device__ __forceinline__ void put_flat(const Ahead& held, const Stretch& from, bool even, i64 bytes, char* window,
+                                         Word tag, Lanes team) {
+#pragma unroll
+  for (int u = 0; u < lines_ahead; ++u)
+    if (i64 at = (team.lane + u * team.lanes) * payload_bytes; at < bytes)
+      ptx::store_line(line_at(window, at), {held.payload[u], tag});
+#pragma unroll 1
+  for (i64 at = (team.lane + lines_ahead * team.lanes) * payload_bytes; at < bytes; at += team.lanes * payload_bytes)
+    ptx::store_line(line_at(window, at), {gather(from, even, at, bytes), tag});
+}
+inline __device__ __noinline__ void put_boxes(const Bytes& out, Lines to, Lanes team) {
+  for_each_item(out.place, out.place, out.range, [&](int k, i64 at, i64 lo, i64 hi) {
+    Stretch from = stretch(out.place, k, at);
+    bool even = from.align() >= payload_bytes;
+#pragma unroll 1
+    for (i64 b = lo + team.lane * payload_bytes; b < hi; b += team.lanes * payload_bytes)
+      ptx::store_line(line_at(to.window, at + b - out.range.lo), {gather(from, even, b, hi), to.tag});
+  });
+}
+
+// ---- taking
+
+// Lines of one message, looked at together until all have come.
+__device__ __forceinline__ bool take_lines(const Launch& l, int team, ptx::Line* got, int count, char* window, i64 at,
+                                           i64 apart, Word tag, int peer, Where where) {
+  auto come = [&] {
+    bool all = true;
+#pragma unroll
+    for (int u = 0; u < lines_ahead; ++u)
+      if (u < count) got[u] = ptx::load_line(line_at(window, at + u * apart));
+#pragma unroll
+    for (int u = 0; u < lines_ahead; ++u) all &= u >= count || number_of(got[u].tag) == number_of(tag);
+    return all;
+  };
+  if (!until(l, team, come, peer, where)) return false;
+  bool agreed = true;
+#pragma unroll
+  for (int u = 0; u < lines_ahead; ++u) agreed &= u >= count || got[u].tag == tag;
+  if (!agreed) fail(l, team, Fault::mismatch, peer, where);
+  return agreed;
+}
+// Wire bytes [lo, hi) of an item whose stretch is `to`; `window` is where the item's first byte would lie.
+__device__ __forceinline__ bool take_stretch(const Launch& l, int team, const Stretch& to, i64 lo, i64 hi, char* window,
+                                             Word tag, int peer, Where where, Lanes lanes) {
+  bool even = to.align() >= payload_bytes;
+  i64 apart = lanes.lanes * payload_bytes;
+#pragma unroll 1
+  for (i64 at = lo + lanes.lane * payload_bytes; at < hi; at += lines_ahead * apart) {
+    ptx::Line got[lines_ahead];
+    int count = static_cast<int>(smaller<i64>(lines_ahead, (hi - at + apart - 1) / apart));
+    if (!take_lines(l, team, got, count, window, at, apart, tag, peer, where)) return false;
+#pragma unroll
+    for (int u = 0; u < lines_ahead; ++u)
+      if (u < count) scatter(to, even, at + u * apart, hi, got[u].payload);
+  }
+  return true;
+}
+inline __device__ __noinline__ bool take_boxes(const Launch& l, int team, const Packet& in, int peer, Where where,
+                                               Lanes lanes) {
+  bool came = true;
+  for_each_item(in.place, in.place, in.range, [&](int k, i64 at, i64 lo, i64 hi) {
+    char* window = line_at(in.window, at - in.range.lo);
+    came = came && take_stretch(l, team, stretch(in.place, k, at), lo, hi, window, in.tag, peer, where, lanes);
+  });
+  return came;
+}
+
+// ---- taking and adding: lines of all sources for the same place, looked at together, a few sources at a time
+
+struct Incoming {  // by contribution, in shared memory; no window: my own
+  char* window[max_ranks];
+  Word tag[max_ranks];
+};
+// Wire bytes [lo, hi) of an item; a window holds the item's first byte `away` payload bytes after its own first.
+template <class A>
+__device__ __forceinline__ bool take_reduce_stretch(const Launch& l, int team, const Stretch& write,
+                                                    const Stretch& mine, i64 lo, i64 hi, i64 away, int n,
+                                                    const Incoming& in, int self, Op op, Where where, Lanes lanes) {
+  bool even = write.align() >= payload_bytes, mine_even = mine.align() >= payload_bytes;
+  auto peer_of = [&](int k) { return k > self ? k - self - 1 : k - self - 1 + n; };
+#pragma unroll 1
+  for (i64 b = lo + lanes.lane * payload_bytes; b < hi; b += lanes.lanes * payload_bytes) {
+    Word own = gather(mine, mine_even, b, hi);
+    Fold<typename A::T, A::extreme, Word> fold;
+#pragma unroll 1
+    for (int first = 0; first < n; first += lines_ahead) {
+      ptx::Line got[lines_ahead];
+      int late = first;
+      auto due = [&](int u) { return first + u < n && first + u != self; };
+      auto come = [&] {
+        bool all = true;
+#pragma unroll
+        for (int u = 0; u < lines_ahead; ++u)
+          if (due(u)) got[u] = ptx::load_line(line_at(in.window[first + u], away + b));
+#pragma unroll
+        for (int u = 0; u < lines_ahead; ++u)
+          if (due(u) && number_of(got[u].tag) != number_of(in.tag[first + u])) all = false, late = first + u;
+        return all;
+      };
+      Wait wait;
+#pragma unroll 1
+      while (!come())
+        if (wait.hopeless(l, team, come, peer_of(late), where)) return false;
+#pragma unroll
+      for (int u = 0; u < lines_ahead; ++u) {
+        if (first + u >= n) continue;
+        if (due(u) && got[u].tag != in.tag[first + u])
+          return fail(l, team, Fault::mismatch, peer_of(first + u), where), false;
+        Word payload = due(u) ? got[u].payload : own;
+        if (first + u == 0) {
+          fold.first(payload);
+        } else {
+          fold.next(payload, op);
+        }
+      }
+    }
+    scatter(write, even, b, hi, fold.rounded(op, n));
+  }
+  return true;
+}
+template <class A>
+__device__ __noinline__ bool take_reduce_flat(const Launch& l, int team, char* to, const char* own, i64 bytes, int n,
+                                              const Incoming& in, int self, Op op, Where where, Lanes lanes) {
+  Stretch write{nullptr, to}, mine{nullptr, const_cast<char*>(own)};
+  return take_reduce_stretch<A>(l, team, write, mine, 0, bytes, 0, n, in, self, op, where, lanes);
+}
+template <class A>
+__device__ __noinline__ bool take_reduce_boxes(const Launch& l, int team, const Place& to, const Place& own, int n,
+                                               const Incoming& in, int self, Range range, Op op, Where where,
+                                               Lanes lanes) {
+  bool came = true;
+  for_each_item(to, own, range, [&](int k, i64 at, i64 lo, i64 hi) {
+    came = came && take_reduce_stretch<A>(l, team, stretch(to, k, at), stretch(own, k, at), lo, hi, at - range.lo, n,
+                                          in, self, op, where, lanes);
+  });
+  return came;
+}
+template <class A>
+__device__ __forceinline__ bool take_reduce(const Launch& l, int team, const Place& to, const Place& own, int n,
+                                            const Incoming& in, int self, Range range, Op op, Where where,
+                                            Lanes lanes) {
+  if (to.flat() && own.flat())
+    return take_reduce_flat<A>(l, team, to.first + range.lo, own.first + range.lo, range.hi - range.lo, n, in, self, op,
+                               where, lanes);
+  return take_reduce_boxes<A>(l, team, to, own, n, in, self, range, op, where, lanes);
+}
+
+// ---- the Atom
+
+template <Use use, bool all_flat, class Adding = Copies>  // of its calls: packets or direct
+class Together {
+ public:
+  static constexpr bool flat = all_flat;
+
+  __device__ Together(const Launch& launch, int team, Incoming* incoming)
+      : l_(launch), team_(team), incoming_(incoming) {}
+
+  __device__ int team() const { return team_; }
+  __device__ int teams() const { return l_.call.teams; }
+  // All that memory knows is asked for at once, and waited for where it is used. So a dead communicator is noticed where lanes first come together.
+  __device__ bool enter() {
+    const Call& c = l_.call;
+    if (lane() == static_cast<int>(blockDim.x) - 1) poison_ = ptx::load_relaxed(poison_of(c, c.rank));
+    if (int p = share().peer; p < c.peers()) served_ = load(p);
+    if (int p = lane() % warp; p < c.peers()) looked_ = load(p);
+    return true;
+  }
+  __device__ void leave() const {
+    if (lane() == 0 && team_ == 0) atomicAdd(&l_.call.progress->calls, Word{1});  // nobody waits for it
+  }
+  // Asked by lane p of a warp for peer p, and by the lanes that serve the peer.
+  __device__ Word sent(Use, int peer) const { return peer == lane() % warp ? looked_.sent : served_.sent; }
+  __device__ Word taken(Use, int peer) const { return peer == lane() % warp ? looked_.taken : served_.taken; }
+
+  template <class C, class S>
+  __device__ void both(int, C consume, S stage) {
+    consume.open();
+    stage.open();
+    stage.step(0);
+    consume.step(0);
+    drain();
+    stage.close();
+    consume.close();
+  }
+  __device__ void copy(const Place& to, const Place& from, Range range) { gpu::copy(to, from, range, lanes()); }
+  template <class F>
+  __device__ void reduce(const Place&, const Place&, int, F, int, Range, Sum) {}  // rings only
+
+  // Peers share the warps: a lane serves one peer, all peers are served at once.
+  template <class C, class F, class G>
+  __device__ Arrival put(int n, C credit, F source, G window, Where where) {
+    Share mine = share();
+    Bytes out = mine.peer < n ? source(mine.peer) : Bytes{};
+    i64 bytes = out.range.hi - out.range.lo;
+    Stretch from{nullptr, out.place.first + out.range.lo};
+    bool one = flat || out.place.flat(), even = (bits(from.first) & (payload_bytes - 1)) == 0;
+    Ahead held;
+    if (one) read_ahead(held, from, even, bytes, mine.lanes);
+    if (verdict(lane() < n && !reached(l_, team_, credit(lane()), lane(), where)) != Arrival::yes)
+      return Arrival::never;
+    if (bytes <= 0) return Arrival::yes;
+    Lines to = window(mine.peer);
+    if (one) {
+      put_flat(held, from, even, bytes, to.window, to.tag, mine.lanes);
+    } else {
+      put_boxes(out, to, mine.lanes);
+    }
+    return Arrival::yes;
+  }
+  template <class F>
+  __device__ Arrival take(int n, F packet, Where where) {
+    Share mine = share();
+    if (mine.peer >= n) return Arrival::yes;
+    Packet in = packet(mine.peer);
+    if (in.range.empty()) return Arrival::yes;
+    bool came;
+    if (flat || in.place.flat()) {
+      Stretch to{nullptr, in.place.first + in.range.lo};
+      came = take_stretch(l_, team_, to, 0, in.range.hi - in.range.lo, in.window, in.tag, mine.peer, where, mine.lanes);
+    } else {
+      came = take_boxes(l_, team_, in, mine.peer, where, mine.lanes);
+    }
+    return came ? Arrival::yes : Arrival::never;
+  }
+  template <class F>
+  __device__ Arrival take_reduce(const Place& to, const Place& own, int n, F packet, int self, Sum sum, Where where) {
+    if (lane() < n - 1) {
+      int k = l_.call.rank_of(lane());
+      Packet in = packet(k);
+      incoming_->window[k] = in.window;
+      incoming_->tag[k] = in.tag;
+    }
+    __syncthreads();
+    Range all = packet(self).range;
+    bool came = true;
+    with_adds<Adding>(sum, [&](auto adds) {
+      came = gpu::take_reduce<decltype(adds)>(l_, team_, to, own, n, *incoming_, self, all, sum.op, where, lanes());
+    });
+    return came ? Arrival::yes : Arrival::never;
+  }
+  template <class F>
+  __device__ void notify(int n, F mark) {
+    __syncthreads();
+    store_marks(n, mark, lane(), ptx::store_release);
+  }
+  // What nobody here waits for is told by the second warp, while the first waits for others.
+  template <class F>
+  __device__ void tell(int n, F mark) {
+    if (lane() >= warp) store_marks(n, mark, lane() - warp, ptx::store_relaxed);
+  }
+  template <class F>
+  __device__ void grant(int n, F line) {
+    if (lane() >= warp) store_grants(n, line, lane() - warp);
+  }
+  template <class F>
+  __device__ void keep(int n, F mark) {
+    store_marks(n, mark, lane(), keep_word);
+  }
+  template <class F>
+  __device__ Arrival wait(int n, F mark, Where where) {
+    return verdict(lane() < n && !reached(l_, team_, mark(lane()), lane(), where));
+  }
+  template <class F>
+  __device__ Arrival expect(int n, F mark, Where where) {
+    return verdict(lane() < n && !tagged(l_, team_, mark(lane()), lane(), where));
+  }
+  __device__ void meet() const { __syncthreads(); }
+  __device__ void drain() const { __syncthreads(); }
+
+ private:
+  struct Pair {
+    Word sent, taken;
+  };
+  __device__ Pair load(int peer) const {
+    Counts& count = l_.call.count(peer, team_);
+    return {*count.sent_on(use), *count.taken_on(use)};
+  }
+  struct Share {  // the peer that this lane serves, and with whom; none when there are fewer peers than that
+    int peer;
+    Lanes lanes;
+  };
+  __device__ Share share() const {
+    int each = static_cast<int>(l_.share.divisor) * warp;
+    int peer = static_cast<int>(l_.share.divide(static_cast<unsigned>(lane()) / warp));
+    return {peer, {lane() - peer * each, each}};
+  }
+  __device__ Arrival verdict(bool bad) {
+    if (poison_ != 0) tell_host(l_, poison_), bad = true;
+    return __syncthreads_or(bad) ? Arrival::never : Arrival::yes;
+  }
+  __device__ int lane() const { return static_cast<int>(threadIdx.x); }
+  __device__ Lanes lanes() const { return {lane(), static_cast<int>(blockDim.x)}; }
+
+  const Launch& l_;
+  int team_;
+  Incoming* incoming_;
+  Word poison_ = 0;
+  Pair served_{}, looked_{};
+};
+
+}  // namespace purlin::gpu

@@ -1,0 +1,202 @@
+"""BENCHMARKS.md from what stands on record in scripts/record/*.jsonl: `python scripts/benchmarks.py` writes it, `--check` compares.
+
+The same record gives the same text, to the byte. Of each machine kind, collective and world the newest run is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+from bench.record import ROOT, Line, read
+
+RECORDS = ROOT / "scripts" / "record"
+TARGET = ROOT / "BENCHMARKS.md"
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+RIVALS = ("nccl", "nccl_symmetric", "torch_symm_mem")
+YARDSTICKS = ("torch_copy", "purlin_copy", "torch_relayout")
+NOT_RUN = "not run"
+HEAD = """# Benchmarks
+
+Made from scripts/record/*.jsonl by `python scripts/benchmarks.py`; not edited by hand. Microseconds a call: the median over rounds of the slowest
+rank's time, in which all columns took turns on the same machine, replaying CUDA graphs of chained calls, or, where it says so, calling from Python.
+Buffers rotate beyond the L2 cache; where only buffers within it were measured, the size is marked `hot`. Bytes are those of the whole message, of an
+all-gather its output, of the others their input. GB/s is bus bandwidth as nccl-tests defines it, 1e9 bytes a second, of our fastest.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--check", action="store_true", help="say whether BENCHMARKS.md is what the record gives, and write nothing"
+    )
+    text = text_of(line for path in sorted(RECORDS.glob("*.jsonl")) for line in read(path))
+    if not parser.parse_args(arguments).check:
+        TARGET.write_text(text)
+        return 0
+    same = TARGET.exists() and TARGET.read_text() == text
+    print(
+        "BENCHMARKS.md is up to date"
+        if same
+        else "BENCHMARKS.md is not what the record gives: python scripts/benchmarks.py"
+    )
+    return int(not same)
+
+
+def text_of(lines: Iterable[Line]) -> str:
+    """The whole file."""
+    every = newest(lines)
+    places = sorted({(line.world, line.ranks, line.gpus) for line in every})
+    parts = [
+        HEAD,
+        *(_place(*place, [line for line in every if (line.world, line.ranks, line.gpus) == place]) for place in places),
+    ]
+    for world, where in (("local", "One GPU"), ("processes", "Several GPUs")):
+        if not any(line.world == world for line in every):
+            parts.append(f"## {where}\n\n{NOT_RUN}\n")
+    return "\n".join(parts)
+
+
+def newest(lines: Iterable[Line]) -> list[Line]:
+    """Of each machine kind, world, rank count, collective, mode and choice of schedule (made or forced) the lines of the newest run."""
+    every = list(lines)
+
+    def subject(line: Line) -> tuple[object, ...]:
+        return line.gpus, line.world, line.ranks, line.collective, line.mode, line.dtype, line.forced
+
+    latest: dict[tuple[object, ...], tuple[str, str]] = {}
+    for line in every:
+        latest[subject(line)] = max(latest.get(subject(line), ("", "")), (line.date, line.run))
+    return [line for line in every if latest[subject(line)] == (line.date, line.run)]
+
+
+def _place(world: str, ranks: int, gpus: str, lines: Sequence[Line]) -> str:
+    where = f"{ranks} ranks as threads" if world == "local" else f"{ranks} processes"
+    parts = [f"## {gpus}, {where}\n"]
+    names = [*COLLECTIVES, *sorted({line.collective for line in lines} - set(COLLECTIVES))]
+    for name in names:
+        mine = [line for line in lines if line.collective == name]
+        if not mine:
+            parts.append(f"### {name}\n\n{NOT_RUN}\n")
+        for mode in sorted({line.mode for line in mine}, reverse=True):
+            for dtype in sorted({line.dtype for line in mine if line.mode == mode}):
+                parts.append(
+                    _collective(name, mode, dtype, [line for line in mine if (line.mode, line.dtype) == (mode, dtype)])
+                )
+    return "\n".join(parts)
+
+
+def _collective(name: str, mode: str, dtype: str, lines: Sequence[Line]) -> str:
+    chosen = [line for line in lines if not line.forced]
+    parts = [f"### {name}, {dtype}{', called from Python' * (mode == 'eager')}\n"]
+    if chosen:
+        parts += [*_sources(chosen), "", *_table(chosen), ""]
+        parts += [f"- {text}" for text in _reasons(chosen)]
+    forced = [line for line in lines if line.forced and line.us is not None]
+    if forced:
+        parts += ["", "By regime and CTA budget:\n", *_forced(forced)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _sources(lines: Sequence[Line]) -> Iterator[str]:
+    for run in sorted({(line.date, line.commit, line.machine, *line.versions.items()) for line in lines}):
+        date, commit, machine, *versions = run
+        yield f"{date}, commit {commit}, {machine}, " + ", ".join(" ".join(pair) for pair in versions)
+
+
+# ---- one table -------------------------------------------------------------------------------------------------------
+
+
+def _table(lines: Sequence[Line]) -> Iterator[str]:
+    """A row a size; a column a rival, apart and in place; then how many times as long as ours the best rival takes."""
+    columns = sorted({_column(line) for line in lines if line.us is not None}, key=_place_of)
+    places = [place for place in (False, True) if any(column[2] is place for column in columns)]
+    against = RIVALS if any(line.provider in RIVALS and line.us is not None for line in lines) else ("torch_copy",)
+    versus = "best rival / ours" if against is RIVALS else "ours / torch's copy"
+    titles = ["bytes", *map(_title, columns), *(f"{versus}{_where(place)}" for place in places), "GB/s"]
+    yield _row(titles)
+    yield _row(["---", *("---:" for _ in titles[1:])])
+    for size in sorted({line.bytes for line in lines}):
+        mine = _coldest([line for line in lines if line.bytes == size and line.us is not None])
+        cells = [_cell([line for line in mine if _column(line) == column]) for column in columns]
+        ratios = [_ratio(mine, place, against) for place in places]
+        hot = " hot" * bool(mine and all(line.hot for line in mine))
+        rates = [line.busbw_gbps for line in mine if line.provider == "purlin" and line.busbw_gbps is not None]
+        yield _row([f"{size}{hot}", *cells, *ratios, f"{max(rates):.1f}" if rates else NOT_RUN])
+
+
+def _column(line: Line) -> tuple[str, bool, bool, str]:
+    shot = line.regime or "" if line.provider == "torch_symm_mem" else ""
+    return line.provider, line.registered, line.in_place, shot
+
+
+def _place_of(column: tuple[str, bool, bool, str]) -> tuple[bool, int, tuple[str, bool, bool, str]]:
+    order = ("purlin", *RIVALS, *YARDSTICKS)
+    provider, _, in_place, _ = column
+    return in_place, order.index(provider) if provider in order else len(order), column
+
+
+def _title(column: tuple[str, bool, bool, str]) -> str:
+    provider, registered, in_place, shot = column
+    granted = ", granted" if provider == "purlin" and registered else ""
+    return f"{provider}{f' {shot}' if shot else ''}{granted}{_where(in_place)}"
+
+
+def _where(in_place: bool) -> str:
+    return ", in place" if in_place else ""
+
+
+def _coldest(lines: Sequence[Line]) -> list[Line]:
+    """Those with buffers beyond the cache where there are any; sizes in which none of ours had them are hot."""
+    cold = any(not line.hot for line in lines if line.provider == "purlin")
+    beyond = {_column(line) for line in lines if not line.hot}
+    return [line for line in lines if not line.hot or not cold or _column(line) not in beyond]
+
+
+def _cell(lines: Sequence[Line]) -> str:
+    if not lines:
+        return NOT_RUN
+    best = min(lines, key=_us)
+    how = f" {best.regime}{f' {best.ctas}' if best.ctas else ''}" if best.provider == "purlin" and best.regime else ""
+    return f"{_us(best):.2f}{how}"
+
+
+def _ratio(lines: Sequence[Line], in_place: bool, against: Sequence[str]) -> str:
+    ours = [_us(line) for line in lines if line.provider == "purlin" and line.in_place is in_place]
+    theirs = [_us(line) for line in lines if line.provider in against and line.in_place is in_place]
+    if not ours or not theirs:
+        return NOT_RUN
+    ratio = min(theirs) / min(ours)
+    return f"{ratio:.2f}" if against is RIVALS else f"{1 / ratio:.2f}"
+
+
+def _us(line: Line) -> float:
+    assert line.us is not None
+    return line.us
+
+
+def _reasons(lines: Sequence[Line]) -> Iterator[str]:
+    """What did not run, and why."""
+    reasons = sorted({(line.provider, line.why) for line in lines if line.why})
+    yield from (f"{provider}: {why}" for provider, why in reasons)
+
+
+def _forced(lines: Sequence[Line]) -> Iterator[str]:
+    yield _row(["bytes", "", "regime", "CTAs", "us", "GB/s"])
+    yield _row(["---", "---", "---", "---:", "---:", "---:"])
+    for line in sorted(
+        lines, key=lambda line: (line.bytes, line.in_place, line.regime or "", line.ctas or 0, line.hot)
+    ):
+        place = " ".join(filter(None, ["in place" * line.in_place, "hot" * line.hot]))
+        yield _row(
+            [str(line.bytes), place, line.regime or "", str(line.ctas), f"{_us(line):.2f}", f"{line.busbw_gbps:.1f}"]
+        )
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

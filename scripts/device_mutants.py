@@ -1,0 +1,255 @@
+"""Mutants of the CUDA Atoms: `scripts/mutants.py --device` compiles the kernels with each and runs the soak on a GPU.
+
+The kernels dawdle (tests/cpp/late.cuh), so that what is missing shows. On one GPU much of what a fence or an acquire is
+for holds by itself; such mutants may survive the soak, and are shown all the same. Some are seen in the PTX instead.
+
+Objects lie in build/mutants under a hash of all they are made from: `--build` compiles them on a machine without a GPU,
+and a later run on one, with that folder carried there, only links.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import ptx_lint
+from mutants import (
+    COPY_FREE,
+    COPY_OUT,
+    DIRECT,
+    DIRECT_COPY,
+    DIRECT_NOTIFY,
+    PACKETS,
+    RING,
+    RING_COPY,
+    RING_NOTIFY,
+    ROOT,
+    RUN_S,
+    STAGED,
+    Mutant,
+    drop,
+    pattern,
+    run_test,
+    stale,
+    swap,
+)
+
+OBJECTS = ROOT / "build/mutants"
+FLAGS = (
+    *("-std=c++20", "-O3", "--fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-ffp-contract=off"),
+    *("-gencode", "arch=compute_90a,code=sm_90a"),
+)
+KERNELS = ("direct", "endpoint", "packet_sums", "packets", "staged", "staged_sums")
+LATE = "tests/cpp/late.cuh"
+
+PTX, RELAY, APART, TOGETHER = (f"atom/{name}.cuh" for name in ("ptx", "relay", "apart", "together"))
+
+
+def soak(*restricted: str, calls: int = 4000) -> tuple[str, ...]:
+    return ("device", "--calls", str(calls), "--failures", "1", *restricted)
+
+
+PACKET = soak("--regime", "packet", "--kind", "copy")
+RINGS = soak("--regime", "staged", "--kind", "copy")
+SUMS = soak("--regime", "staged", "--kind", "all-reduce")
+GRANTS = soak("--regime", "direct")
+COPIES = soak("--kind", "copy", calls=8000)
+
+# fmt: off
+MUTANTS = (
+    Mutant("notify: no release", PTX, COPIES, (("st.release.sys.global", "st.relaxed.sys.global"),),
+                 ("direct", "staged"), may_survive=True),
+    Mutant("wait, expect: no acquire", PTX, COPIES,
+                 (("ld.acquire.sys.global.u64", "ld.relaxed.sys.global.u64"), ("ld.acquire.sys.global.b128", "ld.relaxed.sys.global.b128")),
+                 ("direct", "staged"), may_survive=True, in_ptx=True),
+    Mutant("notify: bulk stores have been read, not written", PTX, COPIES,
+                 (("cp.async.bulk.wait_group %0;", "cp.async.bulk.wait_group.read %0;"),), ("direct", "staged"), may_survive=True, in_ptx=True),
+    Mutant("wait, expect: no proxy fence", RELAY, COPIES, (drop("ptx::fence_proxy();"),), ("direct", "staged"),
+                 may_survive=True, in_ptx=True),
+    Mutant("relay: a cell is filled again while it is read", RELAY, RINGS, (drop("ptx::bulk_read<unread>();"),), ("staged",),
+                 may_survive=True),
+    Mutant("ring: no wait for credit", RING, RINGS, (("live(p) ? credit(p, step) : Mark{}", "Mark{}"),), ("staged",)),
+    Mutant("ring: one credit too many", RING, RINGS, (("credit_for(sent(p, step), c.geo", "credit_for(sent(p, step) - 1, c.geo"),),
+                 ("staged",)),
+    Mutant("ring: notify before the copy", RING, RINGS, (swap(RING_COPY, RING_NOTIFY),), ("staged",)),
+    Mutant("copy: freed before it is read", STAGED, RINGS, (swap(COPY_OUT, COPY_FREE),), ("staged",)),
+    Mutant("packet: no wait for credit", PACKETS, PACKET,
+                 (("return Mark{all().mine().freed(p, a.team(), Use::packet), credit_for(all().sent(p), packet_slots)};", "return Mark{};"),),
+                 ("packets",)),
+    Mutant("packet: not all lines are looked at", TOGETHER, PACKET,
+                 (("all &= u >= count || number_of(got[u].tag) == number_of(tag);", "all &= u >= 1 || number_of(got[u].tag) == number_of(tag);"),
+                  ("agreed &= u >= count || got[u].tag == tag;", "agreed &= u >= 1 || got[u].tag == tag;")),
+                 ("packets",)),
+    Mutant("direct: no wait for the grant", DIRECT, GRANTS, (("k < c.grants; ++k) ok = granted(k)", "k < 0; ++k) ok = granted(k)"),),
+                 ("direct",)),
+    Mutant("direct: notify before the copy", DIRECT, GRANTS, (swap(DIRECT_COPY, DIRECT_NOTIFY),), ("direct",)),
+    Mutant("direct: no wait for the message", DIRECT, GRANTS,
+                 (drop("a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});"),), ("direct",)),
+    Mutant("direct: notify while lanes still copy", TOGETHER, GRANTS,
+                 (("__syncthreads(); store_marks(n, mark, lane(), ptx::store_release);", "store_marks(n, mark, lane(), ptx::store_release);"),),
+                 ("direct",)),
+    Mutant("sums: sent on while lanes still add", APART, SUMS, (drop("if (reduced_) ptx::barrier(copier_barrier(), copiers);"),),
+                 ("staged_sums",)),
+    Mutant("sums: notify while lanes still copy", APART, SUMS, (drop("if (!passes(x_->done + k % gates, k / gates)) return;"),),
+                 ("staged_sums",)),
+)
+# fmt: on
+
+
+# ---- compiling
+def compiler() -> str:
+    found = ptx_lint.nvcc()
+    if found is None:
+        sys.exit("mutants: --device needs nvcc; put it on PATH or set CUDACXX")
+    return found
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Sources with a mutant planted, or with none."""
+
+    folder: Path
+    mutant: Mutant | None
+
+    def plant(self) -> None:
+        for part in ("csrc", "tests/cpp"):
+            shutil.copytree(ROOT / part, self.folder / part)
+        if self.mutant is None:
+            return
+        path = self.folder / "csrc/purlin" / self.mutant.file
+        text = path.read_text()
+        for old, new in self.mutant.edits:
+            text = pattern(old).sub(lambda _, new=new: new, text)  # type: ignore[misc]
+        path.write_text(text)
+
+    def object_of(self, source: str, suffix: str = ".o") -> Path:
+        """Where its object lies: under a hash of all headers, the source and the flags."""
+        places = ("csrc/purlin/**/*.*", "csrc/cuda/*.*h*", "tests/cpp/*.*h*")
+        files = [file for place in places for file in self.folder.glob(place)]
+        digest = hashlib.sha256("\0".join((*FLAGS, source, suffix)).encode())
+        for file in sorted({*files, self.folder / source}):
+            digest.update(str(file.relative_to(self.folder)).encode() + b"\0" + file.read_bytes() + b"\0")
+        return OBJECTS / f"{Path(source).stem}-{digest.hexdigest()[:16]}{suffix}"
+
+    def compile(self, source: str) -> None:
+        out = self.object_of(source)
+        if not out.exists():
+            late = ["-include", LATE] if source.startswith("csrc/cuda") else []
+            self.nvcc(*FLAGS, "-Icsrc", *late, "-c", source, "-o", str(out))
+
+    def read_ptx(self, source: str) -> None:
+        out = self.object_of(source, ".ptx")
+        if not out.exists():
+            out.write_text(ptx_lint.compiled(self.folder / source, root=self.folder))
+
+    def nvcc(self, *arguments: str) -> None:
+        done = subprocess.run([compiler(), *arguments], cwd=self.folder, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            name = self.mutant.name if self.mutant else "none"
+            raise RuntimeError(f"with mutant `{name}` the kernels do not compile:\n{done.stderr}")
+
+
+SOURCES = ("tests/cpp/device.cu", "csrc/plan.cpp", *(f"csrc/cuda/{kernel}.cu" for kernel in KERNELS))
+
+
+def sources_of(m: Mutant) -> tuple[str, ...]:
+    return tuple(f"csrc/cuda/{kernel}.cu" for kernel in m.kernels)
+
+
+def build(trees: Sequence[Tree], jobs: int) -> None:
+    OBJECTS.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        tasks = []
+        for tree in trees:
+            tree.plant()
+            tasks += [pool.submit(tree.compile, s) for s in (sources_of(tree.mutant) if tree.mutant else SOURCES)]
+            if tree.mutant and tree.mutant.in_ptx:
+                tasks += [pool.submit(tree.read_ptx, s) for s in sources_of(tree.mutant)]
+        for task in tasks:
+            task.result()
+
+
+def link(tree: Tree, base: Tree) -> None:
+    mine = sources_of(tree.mutant) if tree.mutant else ()
+    objects = [str((tree if source in mine else base).object_of(source)) for source in SOURCES]
+    tree.nvcc(*objects, "-o", str(tree.folder / "device"))
+
+
+# ---- running
+@dataclass(frozen=True)
+class Verdict:
+    mutant: Mutant
+    soak: str  # how it failed; empty: it did not
+    ptx: str  # what the lint found; empty: nothing
+
+    @property
+    def is_bad(self) -> bool:
+        unseen = self.mutant.in_ptx and not self.ptx
+        return unseen or (not self.soak and not self.mutant.may_survive)
+
+    def __str__(self) -> str:
+        survives = "survives, as it may on one GPU" if self.mutant.may_survive else "SURVIVES"
+        lint = f"; PTX: {self.ptx}" if self.ptx else "; PTX: NOT SEEN" if self.mutant.in_ptx else ""
+        return f"{self.mutant.name:<48}  soak: {(self.soak or survives)[:90]}{lint}"
+
+
+def verdicts(trees: Sequence[Tree], base: Tree) -> Iterator[Verdict]:
+    """One after another: there is one GPU."""
+    for tree in trees:
+        m = tree.mutant
+        if m is None:
+            continue
+        link(tree, base)
+        how, _ = run_test(m.caught_by, tree.folder)
+        yield Verdict(m, how, seen_in_ptx(tree, m))
+
+
+def seen_in_ptx(tree: Tree, m: Mutant) -> str:
+    texts = [tree.object_of(source, ".ptx").read_text() for source in sources_of(m) if m.in_ptx]
+    return next((finding.rule for text in texts for finding in ptx_lint.findings(text)), "")
+
+
+def main(only: str, jobs: int, *, list_only: bool, build_only: bool) -> int:
+    chosen = [m for m in MUTANTS if only in m.name or only in m.file]
+    if list_only:
+        print("\n".join(f"{m.name}  ({m.file}, {' '.join(m.kernels)})" for m in chosen))
+        return 0
+    if old := list(stale(chosen)):
+        print("mutants: these test nothing any more:\n  " + "\n  ".join(old))
+        return 1
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        base = Tree(Path(name) / "none", None)
+        trees = [Tree(Path(name) / str(k), m) for k, m in enumerate(chosen)]
+        try:
+            build([base, *trees], jobs)
+            if build_only:
+                print(f"{len(list(OBJECTS.iterdir()))} objects in {OBJECTS}")
+                return 0
+            return run(trees, base)
+        except RuntimeError as error:
+            sys.exit(f"mutants: {error}")
+
+
+def run(trees: Sequence[Tree], base: Tree) -> int:
+    link(base, base)
+    done = subprocess.run(
+        [str(base.folder / "device"), *soak()[1:]], capture_output=True, text=True, check=False, timeout=RUN_S
+    )
+    said = done.stdout.strip() or f"exit status {done.returncode}"
+    print(f"{'none':<48}  soak: {said if done.returncode else said.splitlines()[-1]}", flush=True)
+    if done.returncode != 0:
+        return 1
+    bad = noticed = 0
+    for verdict in verdicts(trees, base):
+        print(verdict, flush=True)
+        bad += verdict.is_bad
+        noticed += bool(verdict.soak or verdict.ptx)
+    print(f"{noticed} of {len(trees)} device mutants noticed, {bad} that may not survive did")
+    return int(bad > 0)

@@ -1,0 +1,245 @@
+"""choose(): laws of the rules and of tables; every bad table is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from purlin_core import _cpu
+from purlin_core.errors import SetupError
+from purlin_core.moves import Kind
+from purlin_core.tune import (
+    CUDA_PACKET_BYTES,
+    MIB,
+    TABLES,
+    Regime,
+    Schedule,
+    Scratch,
+    Tuning,
+    choose,
+    cpu_scratch,
+    cuda_scratch,
+    read_table,
+    slug,
+)
+
+RANKS = range(2, 17)
+GPU = "NVIDIA Test 100"
+RULES = Tuning(GPU)
+SIZES = sorted({max(0, (1 << k) + d) for k in range(31) for d in (-16, -1, 0, 1, 16)})
+CALLS = {
+    "all_gather": Kind.COPY,
+    "all_to_all": Kind.COPY,
+    "halo": Kind.COPY,
+    "reduce_scatter": Kind.REDUCE,
+    "all_reduce": Kind.REDUCE,
+}
+
+
+def chosen(tuning: Tuning, ranks: int, largest: int, *, name: str = "all_gather", granted: bool = False) -> Schedule:
+    return choose(tuning, CALLS[name], cuda_scratch(ranks), largest=largest, granted=granted, name=name, ranks=ranks)
+
+
+# ---- how large an inbox is
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_inbox_of_a_gpu_stays_within_64_mib(ranks: int) -> None:
+    """As channel.hpp lays it out on the CPU, and windows of lines that are half tags in place of its own."""
+    scratch = cuda_scratch(ranks)
+    sizes = {"teams": scratch.teams, "slots": scratch.slots, "slot_bytes": scratch.slot_bytes}
+    laid = _cpu.Geometry(ranks=ranks, **sizes, window_bytes=scratch.window_bytes, heap_bytes=0)
+    windows = (ranks - 1) * scratch.teams * 3 * 2 * scratch.window_bytes
+    assert laid.packets_at + windows + 2 * 4096 <= 64 * MIB
+    assert scratch.teams == (32 if ranks <= 8 else 16)
+    assert scratch.slots == 4
+    assert scratch.slot_bytes % 4096 == 0
+    assert 4096 <= scratch.slot_bytes <= 64 << 10
+    assert scratch.teams * scratch.window_bytes >= max(scratch.teams << 12, (512 << 10) // (ranks - 1))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_slots_are_no_smaller_than_they_must_be(ranks: int) -> None:
+    scratch = cuda_scratch(ranks)
+    ring = (ranks - 1) * scratch.teams * 2 * scratch.slots
+    windows = (ranks - 1) * scratch.teams * 3 * 2 * scratch.window_bytes
+    assert scratch.slot_bytes == 64 << 10 or ring * (scratch.slot_bytes + 4096) + windows > 63 * MIB
+
+
+# ---- rules
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("granted", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 8, 16])
+def test_larger_messages_never_get_fewer_teams_nor_go_back_to_packets(name: str, granted: bool, ranks: int) -> None:
+    schedules = [chosen(RULES, ranks, size, name=name, granted=granted) for size in SIZES]
+    packets = [schedule.regime is Regime.PACKET for schedule in schedules]
+    assert packets == sorted(packets, reverse=True)
+    for regime in {schedule.regime for schedule in schedules}:
+        teams = [schedule.teams for schedule in schedules if schedule.regime is regime]
+        assert teams == sorted(teams)
+        assert teams[-1] <= cuda_scratch(ranks).teams
+    assert schedules[-1].teams == cuda_scratch(ranks).teams
+    assert schedules[0].teams == 1
+    assert schedules[-1].regime is (Regime.DIRECT if granted and CALLS[name] is Kind.COPY else Regime.STAGED)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("teams", [1, 3, 16, 32])
+def test_packets_fit_into_their_windows_and_the_lag_into_the_ring(ranks: int, teams: int) -> None:
+    inbox = cuda_scratch(ranks)
+    scratch = Scratch(teams, inbox.slots, inbox.slot_bytes, inbox.window_bytes, inbox.packet_bytes)
+    for name, kind in CALLS.items():
+        for size in SIZES:
+            schedule = choose(RULES, kind, scratch, largest=size, granted=False, name=name, ranks=ranks)
+            assert 1 <= schedule.teams <= teams
+            assert schedule.lag < scratch.slots
+            if schedule.regime is Regime.PACKET:
+                assert size <= schedule.teams * scratch.window_bytes
+                assert schedule.lag == 0
+
+
+def test_copies_go_as_packets_up_to_512_kib_where_the_windows_hold_them() -> None:
+    assert chosen(RULES, 2, CUDA_PACKET_BYTES).regime is Regime.PACKET
+    assert chosen(RULES, 2, CUDA_PACKET_BYTES + 1).regime is Regime.STAGED
+    assert [chosen(RULES, 2, size).teams for size in (1, 4096, 4097, 1 << 17)] == [1, 1, 2, 32]
+    assert chosen(RULES, 2, CUDA_PACKET_BYTES + 1, granted=True).teams == 32
+
+
+def test_an_all_reduce_goes_in_one_exchange_while_all_its_packets_are_few() -> None:
+    most = {
+        ranks: max(s for s in SIZES if chosen(RULES, ranks, s, name="all_reduce").regime is Regime.PACKET)
+        for ranks in RANKS
+    }
+    assert all((ranks - 1) * size <= CUDA_PACKET_BYTES for ranks, size in most.items())
+    assert most[2] == CUDA_PACKET_BYTES
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_the_cpu_ignores_names_and_tables(granted: bool) -> None:
+    scratch = cpu_scratch(2, teams=3)
+    for name, kind in [*CALLS.items(), ("all_reduce", Kind.ALL_REDUCE)]:
+        for size in (0, 512, 513, 1 << 20):
+            schedule = choose(Tuning.host(), kind, scratch, largest=size, granted=granted, name=name, ranks=2)
+            packet = size <= 512 and kind is not Kind.ALL_REDUCE
+            direct = granted and kind is Kind.COPY
+            assert schedule.regime is (Regime.PACKET if packet else Regime.DIRECT if direct else Regime.STAGED)
+            assert schedule.teams == 3
+            assert schedule.lag == (4 if schedule.regime is Regime.STAGED else 0)
+
+
+# ---- tables
+def row(**changes: Any) -> dict[str, Any]:
+    base = {
+        "name": "all_gather",
+        "ranks": 2,
+        "granted": False,
+        "up_to_bytes": 4096,
+        "regime": "packet",
+        "teams": 4,
+        "lag": 0,
+    }
+    return {**base, **changes}
+
+
+def table(*rows: Any, **changes: Any) -> dict[str, Any]:
+    return {
+        "gpu": GPU,
+        "date": "2026-01-01",
+        "commit": "0" * 12,
+        "versions": {"torch": "2.11"},
+        "rows": list(rows),
+        **changes,
+    }
+
+
+def without(fields: dict[str, Any], field: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != field}
+
+
+def tuning_of(tmp_path: Path, content: Any) -> Tuning:
+    path = tmp_path / "test.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return read_table(path, gpu=GPU)
+
+
+def test_the_least_loose_row_chooses_and_says_so(tmp_path: Path) -> None:
+    rows = [
+        row(name="*", ranks="*", granted="*", up_to_bytes="*", regime="staged", teams=9, lag=3),
+        row(up_to_bytes="*", regime="staged", teams=5, lag=99),
+        row(up_to_bytes=65536, teams=8),
+        row(),
+        row(granted=True, up_to_bytes="*", regime="direct", teams=6),
+    ]
+    for order in (rows, rows[::-1]):
+        tuning = tuning_of(tmp_path, table(*order))
+        assert [chosen(tuning, 2, size).teams for size in (1, 4096, 4097, 65536, 65537)] == [4, 4, 8, 8, 5]
+        assert chosen(tuning, 2, 1 << 20).lag == cuda_scratch(2).slots - 1  # what a ring can bear
+        assert chosen(tuning, 2, 1, granted=True) == Schedule(
+            Regime.DIRECT, 6, 0, "row all_gather, 2 ranks, granted, any size of test.json"
+        )
+        assert chosen(tuning, 3, 1).teams == chosen(tuning, 2, 1, name="reduce_scatter").teams == 9
+
+
+def test_a_row_that_a_call_cannot_follow_is_passed_over(tmp_path: Path) -> None:
+    tuning = tuning_of(tmp_path, table(row(up_to_bytes="*", teams=1), row(name="*", granted=True, regime="direct")))
+    window = cuda_scratch(2).window_bytes
+    assert chosen(tuning, 2, window).why.startswith("row")
+    assert chosen(tuning, 2, window + 1).why.startswith("rule")
+    assert chosen(tuning, 2, 1, name="all_to_all", granted=True).regime is Regime.DIRECT
+    assert chosen(tuning, 2, 1, name="reduce_scatter", granted=True).why.startswith("rule")
+
+
+def test_ranks_choose_alike_if_their_digests_are_equal(tmp_path: Path) -> None:
+    rows = [row(), row(up_to_bytes="*", regime="staged", lag=4)]
+    one, same, other = (tuning_of(tmp_path, table(*r)) for r in (rows, rows[::-1], [row(teams=5), rows[1]]))
+    assert one.hash == same.hash
+    assert len({one.hash, other.hash, RULES.hash, Tuning.host().hash}) == 4
+    assert RULES.hash == Tuning("NVIDIA other").hash
+    assert all(chosen(one, 2, size) == chosen(same, 2, size) for size in SIZES)
+
+
+BAD: list[tuple[Any, str]] = [
+    ("{", "JSON"),
+    ("[]", "'gpu' is missing"),
+    *((without(table(), field), f"'{field}' is missing") for field in ("gpu", "date", "commit", "versions", "rows")),
+    (table(gpu="NVIDIA H100"), "NVIDIA H100"),
+    (table(rows={}), "`rows` needs to be a list"),
+    (table(row(), 7), "row 1 needs"),
+    (table({**row(), "speed": 1}), "nothing else"),
+    (table(without(row(), "lag")), "row 0 needs"),
+    (table(row(name="broadcast")), "`name`"),
+    (table(row(ranks=1)), "`ranks`"),
+    (table(row(ranks=True)), "`ranks`"),
+    (table(row(granted="yes")), "`granted`"),
+    (table(row(granted=1)), "`granted`"),
+    (table(row(up_to_bytes=-1)), "`up_to_bytes`"),
+    (table(row(up_to_bytes=None)), "`up_to_bytes`"),
+    (table(row(regime="pigeon")), "`regime`"),
+    (table(row(regime=[])), "`regime`"),
+    (table(row(name={})), "`name`"),
+    (table(row(teams=0)), "`teams`"),
+    (table(row(teams=33)), "`teams`"),
+    (table(row(teams=2.0)), "`teams`"),
+    (table(row(lag=-1)), "`lag`"),
+    (table(row(regime="direct")), "`granted` needs to be true"),
+]
+
+
+@pytest.mark.parametrize(("content", "says"), BAD)
+def test_a_bad_table_is_refused_by_name(content: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"test\.json") as raised:
+        tuning_of(tmp_path, content)
+    assert says in str(raised.value)
+
+
+def test_a_gpu_without_a_table_has_rules() -> None:
+    assert Tuning.of_gpu(GPU) == RULES
+    assert slug("NVIDIA GeForce RTX 4090 (24 GB)") == "nvidia-geforce-rtx-4090-24-gb"
+
+
+def test_the_tables_that_come_along_can_be_read() -> None:
+    for path in TABLES.glob("*.json"):
+        name = json.loads(path.read_text())["gpu"]
+        assert path.stem == slug(name)
+        assert Tuning.of_gpu(name).rows
