@@ -105,12 +105,13 @@ __device__ __forceinline__ bool gate_passed(Gate* gate, unsigned parity) {  // t
 
 // A gate that also waits for bytes: one lane announces them, bulk loads bring them.
 __device__ __forceinline__ void gate_expect(Gate* gate, unsigned bytes) {
-  asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.shared.b64 s, [%0], %1; }" ::"r"(shared_address(gate)),
-               "r"(bytes)
-               : "memory");
+  if constexpr (has_bulk)
+    asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.shared.b64 s, [%0], %1; }" ::"r"(shared_address(gate)),
+                 "r"(bytes)
+                 : "memory");
 }
 __device__ __forceinline__ void fence_gates() {  // what was initialised can be used by bulk copies
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  if constexpr (has_bulk) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- bulk copies (sm_90): 16-byte multiples between global and shared memory, by a machine beside the lanes, in the *async proxy*
