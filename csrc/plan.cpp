@@ -95,6 +95,8 @@ Route Plan::route(const RouteText& text) {
   Route route{reinterpret_cast<const Item*>(first), static_cast<int>(items_.size() - first), n[0], n[1], 0};
   if (route.count == 1 && items_.back().box.dims == 0) {
     const Item& item = items_.back();
+    if (route.lo < item.at || route.lo + route.bytes > item.at + item.bytes)
+      throw std::invalid_argument("a route reaches beyond its one item");
     route.offset = item.box.offset - item.at;
     route.tensor = item.box.tensor;
     route.count = 0;

@@ -79,9 +79,7 @@ Endpoint::Endpoint(int rank, const Geometry& geometry, std::vector<std::uintptr_
     : state_(std::make_unique<State>()) {
   State& s = *state_;
   gpu::check(cudaGetDevice(&s.device), "cudaGetDevice");
-  int major = 0;
-  gpu::check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, s.device), "cudaDeviceGetAttribute");
-  s.bulk = major >= 9;
+  s.bulk = gpu::bulk_copies_are_in_the_code();
   s.rank = rank;
   s.geometry = geometry;
   for (std::uintptr_t arena : arenas) s.arenas.push_back(reinterpret_cast<char*>(arena));

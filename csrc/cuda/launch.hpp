@@ -63,14 +63,16 @@ void for_each_choice(int ranks, bool bulk, F f) {
         call.pair[0].send.bytes = bytes;
         f(choose(call, ranks, bulk));
       }
-  for (Regime regime : {Regime::packet, Regime::staged})
-    for (Op op : {Op::sum, Op::max})
-      for (int dtype = 0; dtype <= static_cast<int>(Dtype::uint8); ++dtype) {
-        call.kind = Kind::reduce;
-        call.regime = regime;
-        call.sum = {op, static_cast<Dtype>(dtype)};
-        f(choose(call, ranks, bulk));
-      }
+  call.kind = Kind::reduce;
+  for (bool flat : {true, false})
+    for (Regime regime : {Regime::packet, Regime::staged})
+      for (Op op : {Op::sum, Op::max})
+        for (int dtype = 0; dtype <= static_cast<int>(Dtype::uint8); ++dtype) {
+          call.flat = flat;
+          call.regime = regime;
+          call.sum = {op, static_cast<Dtype>(dtype)};
+          f(choose(call, ranks, bulk));
+        }
 }
 inline void load_kernels(int ranks, bool bulk) {
   for_each_choice(ranks, bulk, [](const Choice& choice) {
@@ -80,6 +82,13 @@ inline void load_kernels(int ranks, bool bulk) {
       check(cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, choice.shared_bytes),
             "cudaFuncSetAttribute");
   });
+}
+// On a GPU that runs PTX for an older one, the kernels for bulk copies are there, and empty.
+inline bool bulk_copies_are_in_the_code() {
+  Call copy{};
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, staged(copy, 1, true).kernel), "cudaFuncGetAttributes");
+  return attributes.ptxVersion >= 90;
 }
 // Blocks that the current GPU holds at once, whichever of these kernels they run.
 inline int resident_blocks(int ranks, bool bulk) {

@@ -26,7 +26,7 @@ struct PlanText {
   bool overlap_allowed;  // input and output may share storage: one of the three forms, checked by planning
 };
 
-// Where a call finds a plan's items, as long as the plan lives. Every Atom has its own: csrc/cpu.cpp, csrc/cuda.cu.
+// Where a call finds a plan's items, as long as the plan lives. Every Atom has its own: csrc/cpu.cpp, csrc/cuda/endpoint.cu.
 std::shared_ptr<const Item> keep_items(const std::vector<Item>& items);
 
 class Plan {
@@ -61,7 +61,7 @@ struct Stalled {  // which wait of this rank failed first
   int what, use, step, team, peer;
 };
 
-// Every Atom has its own: csrc/cpu.cpp, csrc/cuda.cu. `stream` is a CUDA stream as an integer, nothing to the CPU.
+// Every Atom has its own: csrc/cpu.cpp, csrc/cuda/endpoint.cu. `stream` is a CUDA stream as an integer, nothing to the CPU.
 class Endpoint {
  public:
   Endpoint(int rank, const Geometry& geometry, std::vector<std::uintptr_t> arenas, double timeout_s,
@@ -108,7 +108,7 @@ class Memory {
 bool can_reach(int device, int peer);
 void reach(int peer);  // let the current device read and write memory of that one
 
-// Memory of a packet window, tags included: how long a line is, is the Atom's own. csrc/cpu.cpp, csrc/cuda.cu.
+// Memory of a packet window, tags included: how long a line is, is the Atom's own. csrc/cpu.cpp, csrc/cuda/endpoint.cu.
 i64 stored_bytes(i64 window_bytes);
 Geometry geometry_of(int ranks, int teams, int slots, i64 slot_bytes, i64 window_bytes, i64 heap_bytes);
 

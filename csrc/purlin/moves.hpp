@@ -1,6 +1,6 @@
 // What moves: boxes of tensors strung on a *wire*, a line of bytes that source and reader count alike.
 //
-// Item k of a route covers wire bytes [at, at + bytes); every item begins at a multiple of 16 and the few bytes between two items belong to nobody.
+// Item k of a route covers wire bytes [at, at + bytes); every item begins at a multiple of 16 and the fewer than 16 bytes between two items belong to nobody.
 // A Place says where wire bytes lie in this rank's view of memory; a Cursor walks one by carries, with divisions only where it is first set down.
 #pragma once
 #include "portable.hpp"

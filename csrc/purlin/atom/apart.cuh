@@ -4,7 +4,7 @@
 //     notifier fences and stores the words, a peer a lane
 // A gate of a ring is used again only when the other side has passed it (passed, told).
 #pragma once
-#include "lanes.cuh"
+#include "sums.cuh"
 #include "tally.cuh"
 
 namespace purlin::gpu {

@@ -1,5 +1,6 @@
 // Together: all lanes of a block in lockstep, for packets and direct calls: latency counts, or one message a peer is all there is.
 #pragma once
+#include "fold.cuh"
 #include "lanes.cuh"
 
 namespace purlin::gpu {
@@ -219,8 +220,8 @@ class Together {
     if (lane() == 0 && team_ == 0) atomicAdd(&l_.call.progress->calls, Word{1});  // nobody waits for it
   }
   // Asked by lane p of a warp for peer p, and by the lanes that serve the peer.
-  __device__ Word sent(Use, int peer) const { return peer == lane() % warp ? looked_.sent : served_.sent; }
-  __device__ Word taken(Use, int peer) const { return peer == lane() % warp ? looked_.taken : served_.taken; }
+  __device__ Word sent(Use, int peer) const { return either(peer, looked_.sent, served_.sent); }
+  __device__ Word taken(Use, int peer) const { return either(peer, looked_.taken, served_.taken); }
 
   template <class C, class S>
   __device__ void both(int, C consume, S stage) {
@@ -321,6 +322,8 @@ class Together {
   struct Pair {
     Word sent, taken;
   };
+  // By value: a choice between two places would put both in memory.
+  __device__ Word either(int peer, Word looked, Word served) const { return peer == lane() % warp ? looked : served; }
   __device__ Pair load(int peer) const {
     Counts& count = l_.call.count(peer, team_);
     return {*count.sent_on(use), *count.taken_on(use)};
