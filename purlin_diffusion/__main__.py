@@ -11,7 +11,8 @@ from typing import Protocol, cast
 
 SUMMARIES = {
     "generate": "draw a picture on several ranks and say what ran",
-    "latency": "time one rank against several, and purlin against torch.distributed",
+    "latency": "time one rank against several, and purlin against what one could pick instead",
+    "compare": "say in one screen whether it is worth using on this machine",
     "doctor": "say what this machine can do, and the cure for each no",
 }
 

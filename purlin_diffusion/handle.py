@@ -25,6 +25,11 @@ class Handle:
         self._undone = False
 
     @property
+    def sessions(self) -> tuple[Session, ...]:
+        """What holds each part that was parallelized; for those who watch its exchanges."""
+        return self._sessions
+
+    @property
     def rank(self) -> int:
         """This process's rank; 0 where the ranks are threads."""
         return self._sessions[0].rank

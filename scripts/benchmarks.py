@@ -6,16 +6,39 @@ The same record gives the same text, to the byte. Of each machine kind, collecti
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from bench.record import ROOT, Line, read
 
 RECORDS = ROOT / "scripts" / "record"
+PICTURES = RECORDS / "latency.jsonl"  # of `python -m purlin_diffusion latency --record`; all others are of collectives
 TARGET = ROOT / "BENCHMARKS.md"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 RIVALS = ("nccl", "nccl_symmetric", "torch_symm_mem")
 YARDSTICKS = ("torch_copy", "purlin_copy", "torch_relayout")
+PICTURE_FIELDS = (
+    *(
+        "run",
+        "date",
+        "commit",
+        "machine",
+        "gpus",
+        "versions",
+        "model",
+        "size",
+        "steps",
+        "world",
+        "mode",
+        "ranks",
+        "graph",
+        "compile",
+    ),
+    *("ms_per_step", "total_s", "images_per_s", "memory_gb", "exchange_ms_per_step", "max_abs", "psnr_db", "why"),
+)
 NOT_RUN = "not run"
 HEAD = """# Benchmarks
 
@@ -31,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--check", action="store_true", help="say whether BENCHMARKS.md is what the record gives, and write nothing"
     )
-    text = text_of(line for path in sorted(RECORDS.glob("*.jsonl")) for line in read(path))
+    text = text_of(on_record(), pictures_on_record())
     if not parser.parse_args(arguments).check:
         TARGET.write_text(text)
         return 0
@@ -44,7 +67,23 @@ def main(arguments: Sequence[str]) -> int:
     return int(not same)
 
 
-def text_of(lines: Iterable[Line]) -> str:
+def on_record() -> list[Line]:
+    """Raises ValueError, which names the file and the line that is no Line."""
+    return [line for path in sorted(RECORDS.glob("*.jsonl")) if path != PICTURES for line in read(path)]
+
+
+def pictures_on_record(path: Path = PICTURES) -> list[Mapping[str, Any]]:
+    """Raises ValueError, which names the line that has not what is shown of it."""
+    lines = []
+    for number, text in enumerate(path.read_text().splitlines() if path.exists() else (), 1):
+        line = json.loads(text)
+        if missing := [name for name in PICTURE_FIELDS if name not in line]:
+            raise ValueError(f"{path.name}:{number}: needs the fields of a picture's line; missing: {missing}")
+        lines.append(line)
+    return lines
+
+
+def text_of(lines: Iterable[Line], pictures: Iterable[Mapping[str, Any]] = ()) -> str:
     """The whole file."""
     every = newest(lines)
     places = sorted({(line.world, line.ranks, line.gpus) for line in every})
@@ -55,6 +94,7 @@ def text_of(lines: Iterable[Line]) -> str:
     for world, where in (("local", "One GPU"), ("processes", "Several GPUs")):
         if not any(line.world == world for line in every):
             parts.append(f"## {where}\n\n{NOT_RUN}\n")
+    parts += _pictures(list(pictures))
     return "\n".join(parts)
 
 
@@ -196,6 +236,76 @@ def _forced(lines: Sequence[Line]) -> Iterator[str]:
 
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def _pictures(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of each machine kind, model, size, step count and world the newest run."""
+    newest_runs: dict[tuple[object, ...], tuple[str, str]] = {}
+    worlds = {
+        run: max(line["ranks"] for line in lines if line["run"] == run) for run in {line["run"] for line in lines}
+    }
+    for line in lines:
+        subject = _subject(line, worlds)
+        newest_runs[subject] = max(newest_runs.get(subject, ("", "")), (line["date"], line["run"]))
+    for subject, (_, run) in sorted(newest_runs.items(), key=str):
+        yield _run_of_pictures([line for line in lines if line["run"] == run and _subject(line, worlds) == subject])
+
+
+def _subject(line: Mapping[str, Any], worlds: Mapping[str, int]) -> tuple[object, ...]:
+    where = line["machine"] if line["gpus"] == "none" else line["gpus"]
+    return where, line["model"], line["size"], line["steps"], line["world"], worlds[line["run"]]
+
+
+def _run_of_pictures(lines: Sequence[Mapping[str, Any]]) -> str:
+    first = lines[0]
+    ranks = max(line["ranks"] for line in lines)
+    where = first["machine"] if first["gpus"] == "none" else first["gpus"]
+    titles = [
+        "mode",
+        "",
+        "ranks",
+        "ms a step",
+        "s a picture",
+        "pictures a minute",
+        "GB a rank",
+        "exchanges, ms a step",
+        "PSNR, dB",
+    ]
+    parts = [
+        f"## A picture: {first['model']}, {first['size']}, {first['steps']} steps, {ranks} rank{'s' * (ranks > 1)}, {where}\n",
+        f"{first['date']}, commit {first['commit']}, {first['machine']}, "
+        + ", ".join(" ".join(pair) for pair in first["versions"].items())
+        + "\n",
+        _row(titles),
+        _row(["---", "---", *("---:" for _ in titles[2:])]),
+        *(_row(_picture_cells(line)) for line in lines if not line["why"]),
+    ]
+    reasons = dict.fromkeys((line["why"], line["mode"], _how(line)) for line in lines if line["why"])
+    return "\n".join([*parts, "", *(f"- {mode}, {how}: {why}" for why, mode, how in reasons)]).rstrip() + "\n"
+
+
+def _picture_cells(line: Mapping[str, Any]) -> list[str]:
+    same = "same bits" if line["max_abs"] == 0 else ""
+    figures = [
+        _figure(line["ms_per_step"], ".2f"),
+        _figure(line["total_s"], ".3f"),
+        _figure(line["images_per_s"] and line["images_per_s"] * 60, ".1f"),
+        _figure(line["memory_gb"], ".2f"),
+        _figure(line["exchange_ms_per_step"], ".2f"),
+        _figure(line["psnr_db"], ".1f") or same,
+    ]
+    return [line["mode"], _how(line), str(line["ranks"]), *figures]
+
+
+def _how(line: Mapping[str, Any]) -> str:
+    return "+".join(filter(None, ["compile" * line["compile"], "graph" * line["graph"]])) or "eager"
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
 
 
 if __name__ == "__main__":

@@ -368,8 +368,8 @@ def test_a_turn_is_put_on_record_and_shown(world: World, tmp_path: Path, capsys:
 
 # ---- BENCHMARKS.md
 def test_the_committed_text_is_what_the_record_gives() -> None:
-    lines = [line for path in sorted(benchmarks.RECORDS.glob("*.jsonl")) for line in record.read(path)]
-    assert benchmarks.TARGET.read_text() == benchmarks.text_of(lines)
+    text = benchmarks.text_of(benchmarks.on_record(), benchmarks.pictures_on_record())
+    assert benchmarks.TARGET.read_text() == text
     assert benchmarks.main(["--check"]) == 0
 
 

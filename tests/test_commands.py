@@ -1,4 +1,4 @@
-"""generate and latency: what they write is what ran, bad input ends before any rank starts, and one rank is the reference."""
+"""generate, and what it shares with latency: what it writes is what ran, and bad input ends before any rank starts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from PIL import Image
 
 from purlin_core.errors import StallError
 from purlin_diffusion.__main__ import main
-from purlin_diffusion.commands import generate, latency, options, picture, ranks
+from purlin_diffusion.commands import generate, options, picture, ranks
 from purlin_diffusion.commands.exits import FAILED, WRONG_INPUT, InputError
-from purlin_diffusion.commands.latency import Visit
-from purlin_diffusion.commands.picture import Seconds
 
 TINY = ("--device", "cpu", "--model", "tiny:flux", "--steps", "2", "--seed", "3", "--height", "48", "--width", "64")
 
@@ -184,64 +182,3 @@ def test_a_launcher_says_how_many_ranks_there_are() -> None:
     for wrong in (["--ranks", "2"], ["--threads"]):
         with pytest.raises(InputError, match="4 ranks"):
             read_options("--model", "tiny:flux", *wrong, environment=launched)
-
-
-# ---- latency ---------------------------------------------------------------------------------------------------------
-def test_every_mode_has_a_row_and_draws_the_one_rank_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written = tmp_path / "deep" / "latency.json"
-    call = ["latency", *TINY, "--ranks", "2", "--threads", "--repeats", "2", "--json", str(written)]
-    assert main(call) == 0
-    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    rows = json.loads(written.read_text())["rows"]
-    assert len(table) == len(rows) + 2
-    together = {row["mode"]: row for row in rows if row["ranks"] == 2}
-    assert set(together) == {"purlin", "torch"}
-    for row in rows:
-        assert 0 < row["whole_s"]["least"] <= row["whole_s"]["median"] <= row["whole_s"]["most"]
-    for row in together.values():
-        assert row["difference"] <= 1e-5
-
-
-def test_another_image_is_seen_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the column of differences."""
-    draw = latency.draw
-    seeds = iter(range(100))
-
-    def other_seed(pipe: Any, chosen: options.Options, **how: Any) -> Any:
-        return draw(pipe, latency.replace(chosen, seed=next(seeds)), **how)
-
-    monkeypatch.setattr(latency, "draw", other_seed)
-    visits = latency.measure(read_options(*TINY, "--ranks", "2", "--threads"), 1, 0)
-    differences = [visit.difference for visit in visits if visit.difference is not None]
-    assert len(differences) == 2
-    assert min(differences) > 1e-2
-
-
-def test_a_mode_that_cannot_run_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    parallel = latency.parallel
-
-    def no_torch(pipe: Any, chosen: options.Options, **changes: Any) -> Any:
-        if changes["backend"] == "torch":
-            raise StallError("no gloo here")
-        return parallel(pipe, chosen, **changes)
-
-    monkeypatch.setattr(latency, "parallel", no_torch)
-    chosen = read_options(*TINY, "--ranks", "2", "--threads")
-    rows = latency.summarize(chosen, [latency.measure(chosen, 1, 0)])
-    assert [row.cannot for row in rows if row.mode in latency.BACKENDS] == ["", "no gloo here"]
-    assert "cannot run: no gloo here" in latency.table(rows)
-
-
-def test_a_time_is_that_of_the_slowest_rank_and_the_rival_is_the_best_of_one_rank() -> None:
-    def visits(whole: float, *, alone: bool) -> list[Visit]:
-        first = [Visit("1 rank, 1 thread", Seconds(4.0, (2.0,))), Visit("1 rank, 2 threads", Seconds(3.0, (1.0,)))]
-        idle = [Visit("1 rank, 1 thread"), Visit("1 rank, 2 threads")]
-        return [*(first if alone else idle), Visit("purlin", Seconds(whole, (whole / 2,)), 0.0 if alone else None)]
-
-    rows = latency.summarize(
-        read_options("--model", "tiny:flux", "--ranks", "2"), [visits(1.0, alone=True), visits(1.5, alone=False)]
-    )
-    assert [row.whole_s.median for row in rows if row.whole_s] == [4.0, 3.0, 1.5]
-    assert [row.step_s.median for row in rows if row.step_s] == [2.0, 1.0, 0.75]
-    assert [row.speedup for row in rows] == [0.75, 1.0, 2.0]
-    assert rows[-1].difference == 0.0

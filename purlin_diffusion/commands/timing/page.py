@@ -1,0 +1,80 @@
+"""A run as one page that needs nothing beside it: no network, no script; for a phone or a desk, by day or by night."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from purlin_diffusion.commands.machine import versions
+from purlin_diffusion.commands.timing.plots import bars, timeline
+from purlin_diffusion.commands.timing.record import commit, gpu_names
+from purlin_diffusion.commands.timing.rows import Result, Row
+from purlin_diffusion.commands.timing.table import DETAILS, TITLES, details, headline, likeness, names_by_how, reasons
+
+STYLE = Path(__file__).with_name("page.css")
+
+
+def page(result: Result) -> str:
+    """HTML."""
+    title = f"Latency of {result.options.model} on {result.options.ranks} rank{'s' * (result.options.ranks > 1)}"
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title><style>{STYLE.read_text()}</style></head><body>",
+            f"<h1>{escape(title)}</h1>",
+            *(f"<p>{escape(line)}</p>" for line in headline(result).splitlines()),
+            *sections(result),
+            f"<p>{escape(where())}</p></body></html>\n",
+        ]
+    )
+
+
+def sections(result: Result) -> Iterator[str]:
+    yield "<h2>Milliseconds a picture</h2>" + bars(result.measured)
+    yield "<p>Bars are medians, lines go from the least to the most; then how many times as fast as the best of one rank, eager.</p>"
+    yield table(TITLES, names_by_how(result))
+    yield "<h2>What was measured</h2>" + table(DETAILS, [details(row) for row in result.measured])
+    yield "<h2>One step</h2>" + timelines(result.measured)
+    yield "<h2>The same picture</h2>" + pictures(result.measured)
+    if missing := reasons(result.rows):
+        items = (f"<li><b>{escape(why)}</b><br>{escape(who)}</li>" for why, who in missing)
+        yield f'<h2>What was not, and why</h2><ol class="why">{"".join(items)}</ol>'
+
+
+def table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in lines)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def timelines(rows: Iterable[Row]) -> str:
+    plots = [
+        f"<h3>{escape(row.mode.title)}</h3>{timeline(row.profile)}" for row in rows if row.profile and row.profile.lanes
+    ]
+    if not plots:
+        return "<p>No exchange was seen: on one rank there is none, and of other libraries' only those on GPUs can be seen.</p>"
+    return "".join(plots) + (
+        "<p>The first rank, in a call of its own (on a GPU under torch's profiler, which slows the step itself);"
+        " waiting for other ranks counts as exchange.</p>"
+    )
+
+
+def pictures(rows: Sequence[Row]) -> str:
+    shown = [row for row in rows if row.picture]
+    return f'<div class="pictures">{"".join(map(figure, shown))}</div>'
+
+
+def figure(row: Row) -> str:
+    """The first rank's picture and how far it is from that of one rank."""
+    source = base64.b64encode(row.picture or b"").decode()
+    apart = f"difference: {likeness(row)}" if row.likeness else "the reference"
+    caption = f"{escape(row.mode.title)}<br>{escape(apart)}"
+    return f'<figure><img alt="{escape(row.mode.title)}" src="data:image/png;base64,{source}"><figcaption>{caption}</figcaption></figure>'
+
+
+def where() -> str:
+    known = ", ".join(f"{name} {version}" for name, version in versions().items())
+    return f"GPUs: {gpu_names()}. Commit {commit()}. {known}."
