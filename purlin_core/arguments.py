@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from purlin_core.errors import ArgumentTypeError
+from purlin_core.errors import ArgumentTypeError, ShapeError
 
 MOST_ROWS = 1 << 48
+MOST_HEAP_BYTES = 1 << 46
 
 
-def check_types(call: str, tensors: Any, out: Any, specs: Any, sizes: Any) -> None:
+def check_types(call: str, tensors: Any, out: Any, specs: Any, sizes: Any, *, op: Any = "sum", tag: Any = "") -> None:
     """Raise ArgumentTypeError for the first argument that is not of its type; do nothing when all are."""
     _check_tensors(call, "tensors", tensors)
+    for name, text in (("op", op), ("tag", tag)):
+        if not isinstance(text, str):
+            raise _wrong(call, name, "a string", text)
     if out is not None:
         _check_tensors(call, "out", out)
     texts = [specs] if isinstance(specs, str) else specs
@@ -38,6 +43,31 @@ def check_sequence(call: str, tensors: Any) -> None:
         raise ArgumentTypeError(
             f"{call}: `tensors` needs a list of tensors; got one tensor. Pass [x], or call redistribute."
         )
+
+
+def check_shares(call: str, shares: Mapping[str, Any]) -> None:
+    """Rows for each rank, or None."""
+    for name, sizes in shares.items():
+        whole = isinstance(sizes, Sequence) and not isinstance(sizes, str) and all(isinstance(n, int) for n in sizes)
+        if sizes is not None and not whole:
+            raise _wrong(call, name, "a list of integers, rows a rank", sizes)
+
+
+def check_heap_bytes(call: str, heap_bytes: Any) -> None:
+    """Room for granted outputs, in bytes."""
+    if not isinstance(heap_bytes, int) or isinstance(heap_bytes, bool):
+        raise _wrong(call, "heap_bytes", "an integer", heap_bytes)
+    if not 0 <= heap_bytes <= MOST_HEAP_BYTES:
+        raise ShapeError(f"{call}: `heap_bytes` needs to be from 0 to 2**46; got {heap_bytes}.")
+
+
+def check_empty(shape: Any, dtype: Any) -> None:
+    """Extents, or one of them, and a dtype."""
+    extents = (shape,) if isinstance(shape, int) else shape
+    if not isinstance(extents, Sequence) or isinstance(extents, str) or not all(isinstance(n, int) for n in extents):
+        raise _wrong("empty", "shape", "integers, or one", shape)
+    if not isinstance(dtype, torch.dtype):
+        raise _wrong("empty", "dtype", "a torch dtype", dtype)
 
 
 def check_halo(dim: Any, rows: Any) -> None:

@@ -13,12 +13,19 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from purlin_core import ops
-from purlin_core.arguments import check_sequence, check_types
+from purlin_core.arguments import check_empty, check_heap_bytes, check_sequence, check_shares, check_types
 from purlin_core.atom import atom_of
 from purlin_core.canary import poison
 from purlin_core.collectives import as_spec, halo_spec, rows_of
 from purlin_core.connection import Connection
-from purlin_core.errors import ClosedError, ConcurrentUseError, DeviceError, PurlinError, SetupError
+from purlin_core.errors import (
+    INPUT_ERRORS,
+    ClosedError,
+    ConcurrentUseError,
+    DeviceError,
+    PurlinError,
+    SetupError,
+)
 from purlin_core.memory import address_of
 from purlin_core.plan import FrozenSizes, freeze_sizes
 from purlin_core.plans import Plans, Stats
@@ -64,9 +71,10 @@ class Communicator:
     ) -> None:
         self._atom = atom_of(device)
         self.device = self._atom.device
-        if not (_seconds(timeout) and _seconds(setup_timeout) and isinstance(heap_bytes, int) and heap_bytes >= 0):
-            came = f"timeout={timeout!r}, setup_timeout={setup_timeout!r}, heap_bytes={heap_bytes!r}"
-            raise SetupError(f"Communicator: needs positive timeouts in seconds and heap_bytes >= 0; got {came}.")
+        if not (_seconds(timeout) and _seconds(setup_timeout)):
+            came = f"timeout={timeout!r}, setup_timeout={setup_timeout!r}"
+            raise SetupError(f"Communicator: needs positive timeouts in seconds; got {came}.")
+        _check_setup(heap_bytes, teams, scratch, tuning)
         meeting = _meeting(group, rank, ranks)
         if meeting.ranks > MAX_RANKS:
             raise SetupError(
@@ -156,7 +164,7 @@ class Communicator:
             texts = specs if isinstance(specs, str) else tuple(specs)
             return self._call(call, tensors, out, texts, freeze_sizes(sizes) if sizes else (), op, tag)
         except (AttributeError, TypeError):
-            check_types(call, tensors, out, specs, sizes)
+            check_types(call, tensors, out, specs, sizes, op=op, tag=tag)
             raise
 
     def all_gather_into_tensor(self, out: Tensor, x: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
@@ -179,6 +187,16 @@ class Communicator:
         """in_sizes[d] rows of `x` go to rank d; out_sizes[s] rows of `out` come from rank s, in rank order. None for both: equal shares."""
         if out_sizes is None and in_sizes is None:
             return self._into("all_to_all_single", out, x)
+        try:
+            return self._all_to_all(out, x, out_sizes, in_sizes)
+        except (AttributeError, TypeError):
+            check_types("all_to_all_single", [x], [out], "", None)
+            check_shares("all_to_all_single", {"out_sizes": out_sizes, "in_sizes": in_sizes})
+            raise
+
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, out_sizes: Sequence[int] | None, in_sizes: Sequence[int] | None
+    ) -> Tensor:
         shares = tuple(None if sizes is None else tuple(sizes) for sizes in (out_sizes, in_sizes))
         key = ("all_to_all_single", shares, _facts(x), _facts(out))
         prepared = self._plans.get(key)
@@ -193,6 +211,7 @@ class Communicator:
         self, x: Tensor, dim: int, rows: int | tuple[int, int], *, sizes: Sequence[int] | None = None, tag: str = ""
     ) -> Tensor:
         """`x`, my rows of dim `dim` -> the same with `rows` more from each neighbour, or (before, after); none beyond the first and the last rank."""
+        check_types("halo", [x], None, "", None)
         spec, name = halo_spec(x, dim, rows)
         return self.exchange([x], spec, sizes=rows_of(name, sizes), tag=tag, call="halo")[0]
 
@@ -209,11 +228,13 @@ class Communicator:
         Raises ShapeError when the heap has no room (`heap_bytes`, reserve()).
         """
         self._usable("empty")
+        check_empty(shape, dtype)
         return self._tie.heap.empty((shape,) if isinstance(shape, int) else shape, dtype)
 
     def reserve(self, heap_bytes: int) -> None:
         """Collective: give every rank a new heap of `heap_bytes` for empty(). Tensors of the old one stay valid, but are ordinary from now on."""
         self._usable("reserve")
+        check_heap_bytes("reserve", heap_bytes)
         self._tie.gather(None)  # nobody is still in a call
         old = self._tie
         self._open(heap_bytes, self.stats())
@@ -234,6 +255,9 @@ class Communicator:
 
         Nothing is sent. The plan is kept: a call like this one can then be captured into a CUDA graph.
         """
+        self._usable("plan")
+        check_sequence("plan", tensors)
+        check_types("plan", tensors, out, specs, sizes, op=op, tag=tag)
         texts = specs if isinstance(specs, str) else tuple(specs)
         granted = out is not None and self._tie.heap.holds_all(out)
         asked = Asked(call, texts, freeze_sizes(sizes), op, tag, self.device, granted)
@@ -294,7 +318,7 @@ class Communicator:
         try:
             return self._into_now(call, out, x, sizes, op)
         except (AttributeError, TypeError):
-            check_types(call, [x], [out], "", rows_of("d0", sizes))
+            check_types(call, [x], [out], "", rows_of("d0", sizes), op=op)
             raise
 
     def _into_now(self, call: str, out: Tensor, x: Tensor, sizes: Sequence[int] | None, op: Op) -> Tensor:
@@ -421,14 +445,27 @@ os.register_at_fork(after_in_child=_disown)
 
 def _meeting(group: Any, rank: int | None, ranks: int | None) -> Rendezvous:
     if isinstance(group, Store):
-        if rank is None or ranks is None or not 0 <= rank < ranks:
+        if not isinstance(rank, int) or not isinstance(ranks, int) or not 0 <= rank < ranks:
             raise SetupError(
-                f"Communicator: a Store needs `rank` and `ranks` with 0 <= rank < ranks; got rank={rank}, ranks={ranks}."
+                f"Communicator: a Store needs `rank` and `ranks` with 0 <= rank < ranks; got rank={rank!r}, ranks={ranks!r}."
             )
         return StoreRendezvous(group, rank, ranks)
     if rank is not None or ranks is not None:
         raise SetupError("Communicator: `rank` and `ranks` go with a Store only; a group knows them.")
     return group if isinstance(group, Rendezvous) else of_group(group)
+
+
+def _check_setup(heap_bytes: Any, teams: Any, scratch: Any, tuning: Any) -> None:
+    """Raise SetupError for the first argument of the constructor that is not of its type."""
+    try:
+        check_heap_bytes("Communicator", heap_bytes)
+    except INPUT_ERRORS as error:
+        raise SetupError(str(error)) from None
+    for name, value, wanted in (("teams", teams, int), ("scratch", scratch, Scratch), ("tuning", tuning, Tuning)):
+        if value is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
+            raise SetupError(
+                f"Communicator: `{name}` needs to be of type {wanted.__name__}, or None; got {value!r:.80}."
+            )
 
 
 def _seconds(timeout: object) -> bool:

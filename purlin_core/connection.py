@@ -210,7 +210,7 @@ def _allocated(make: Callable[[], Any], atom: Atom) -> Any:
         return make()
     except PurlinError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, OSError, OverflowError) as error:
         cure = "An NVIDIA driver older than 580 does not run what CUDA 13 built. " if "driver" in str(error) else ""
         raise SetupError(f"Communicator: '{atom.device}' failed: {error}. {cure}") from error
 

@@ -140,6 +140,8 @@ def _devices(ranks: int, device: torch.device | str | Sequence[torch.device | st
     """One a rank. On GPUs all ranks share one, or no two do. Raises SetupError and DeviceError."""
     if isinstance(device, torch.device | str):
         return [atom_of(device).device] * ranks
+    if not isinstance(device, Sequence):
+        raise SetupError(f"LocalWorld: `device` needs to be a device, or a list of one a rank; got {device!r:.80}.")
     devices = [atom_of(each).device for each in device]
     if len(devices) != ranks:
         raise SetupError(f"LocalWorld: needs a device for each of {ranks} ranks; got {len(devices)}.")

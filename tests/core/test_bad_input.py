@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 from purlin_core import (
     AliasError,
@@ -205,6 +206,7 @@ CALLS: dict[str, Callable[[Communicator], object]] = {
     "barrier": Communicator.barrier,
     "empty": lambda c: c.empty((1,)),
     "reserve": lambda c: c.reserve(64),
+    "plan": lambda c: c.plan([torch.ones(2)], "a@ -> a"),
     "check": Communicator.check,
 }
 
@@ -237,6 +239,20 @@ WRONG_TYPES = {
     "sizes of floats": lambda c: c.redistribute(torch.ones(2), "a@ -> a", sizes={"a": [2.0, 2.0]}),
     "one tensor for a list": lambda c: c.exchange(torch.ones(2, 2), "a@ -> a"),
     "a halo of floats": lambda c: c.halo(torch.ones(2, 2), 0, 1.5),
+    "a halo of None": lambda c: c.halo(None, 0, 1),
+    "op as a list": lambda c: c.all_reduce(torch.ones(2), op=["sum"]),
+    "tag as a list": lambda c: c.exchange([torch.ones(2)], "a@ -> a", tag=[3]),
+    "shares as a number": lambda c: c.all_to_all_single(torch.ones(2), torch.ones(2), 1, 1),
+    "out as None": lambda c: c.all_to_all_single(None, torch.ones(2), [1, 1], [1, 1]),
+    "a plan of None": lambda c: c.plan([None], "a@ -> a"),
+    "a plan without a spec": lambda c: c.plan([torch.ones(2)], None),
+    "a plan of a generator": lambda c: c.plan((x for x in [torch.ones(2)]), "a@ -> a"),
+    "a plan of one tensor": lambda c: c.plan(torch.ones(2), "a@ -> a"),
+    "a shape as a word": lambda c: c.empty("x"),
+    "a shape as a float": lambda c: c.empty(2.5),
+    "a dtype as a word": lambda c: c.empty(2, "float32"),
+    "a heap as a word": lambda c: c.reserve("x"),
+    "a heap as a float": lambda c: c.reserve(1.5),
 }
 
 
@@ -246,6 +262,15 @@ def test_a_wrong_type_is_named_and_the_next_run_works(name: str) -> None:
     with LocalWorld(2, timeout=10) as world:
         with pytest.raises(ArgumentTypeError):
             world.run(WRONG_TYPES[name])
+        assert [float(x[0]) for x in world.run(lambda c: c.all_reduce(torch.ones(2)))] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("heap_bytes", [-1, -6_000_000, 1 << 50, 1 << 64])
+def test_a_heap_that_cannot_be_is_refused_and_the_old_one_stays(heap_bytes: int) -> None:
+    with LocalWorld(2, timeout=10, heap_bytes=4096) as world:
+        with pytest.raises(ShapeError, match="heap_bytes"):
+            world.run(lambda c: c.reserve(heap_bytes))
+        assert world.run(lambda c: c.empty((4,)).numel()) == [4, 4]
         assert [float(x[0]) for x in world.run(lambda c: c.all_reduce(torch.ones(2)))] == [2.0, 2.0]
 
 
@@ -266,10 +291,32 @@ def test_a_world_needs_a_count(ranks: object) -> None:
         LocalWorld(ranks)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("terms", [{"timeout": None}, {"timeout": float("nan")}, {"timeout": 0}, {"heap_bytes": -1}])
-def test_terms_that_cannot_be_are_refused(terms: dict[str, object]) -> None:
-    with pytest.raises(SetupError, match="timeout"):
-        LocalWorld(1, **terms)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("timeout", None),
+        ("timeout", float("nan")),
+        ("timeout", 0),
+        ("heap_bytes", -1),
+        ("heap_bytes", "x"),
+        ("teams", "2"),
+        ("teams", 1.5),
+        ("teams", True),
+        ("scratch", "x"),
+        ("tuning", {}),
+        ("device", None),
+        ("device", 3),
+    ],
+)
+def test_terms_that_cannot_be_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(SetupError, match=name):
+        LocalWorld(1, **{name: value})
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [("0", 1), (0, None), (1, 1), (-1, 1)])
+def test_a_store_needs_a_rank_among_ranks(rank: Any, ranks: Any) -> None:
+    with pytest.raises(SetupError, match="0 <= rank < ranks"):
+        Communicator(HashStore(), rank=rank, ranks=ranks)
 
 
 def test_an_output_of_negative_extent_is_refused() -> None:

@@ -122,6 +122,18 @@ def test_the_deadline_is_one_of_the_whole_call() -> None:
     assert 1 <= waited[0] < 1.5, waited
 
 
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_the_call_that_failed_is_counted_once(before: int) -> None:
+    def work(comm: Communicator) -> None:
+        for _ in range(before + (comm.rank == 0)):
+            comm.all_reduce(torch.ones(4))
+
+    with world_of(2, "packet", timeout=0.2) as world:
+        error = errors_of(world, work)[0]
+    assert f"(call #{before + 1}): rank 0 waited" in str(error)
+    assert f"rank 1 has not entered call #{before + 1}" in str(error)
+
+
 def test_a_stall_says_where_it_stood() -> None:
     def work(comm: Communicator) -> None:
         if comm.rank == 0:

@@ -105,6 +105,7 @@ class Cpu {
   bool enter() const { return !poisoned(); }
   void leave() {
     settle();
+    if (failed_) return;  // it stays the call that ranks speak of
     if (shared(&call_.progress->left).fetch_add(1) + 1 < static_cast<Word>(call_.teams)) return;
     call_.progress->left = 0;
     ++call_.progress->calls;
@@ -276,7 +277,7 @@ class Cpu {
           complain(patience.waited(), peer, where);
           [[fallthrough]];
         case Patience::Step::look_around:
-          if (poisoned()) return Arrival::never;
+          if (poisoned()) return failed_ = true, Arrival::never;
           if (patience.waited() > std::chrono::milliseconds(1))
             if (Fault why = hopeless(peer); why != Fault::none && !come()) return fail(why, peer, where);
           if (patience.since_first() > host_.timeout) return fail(Fault::stall, peer, where);
@@ -307,6 +308,7 @@ class Cpu {
     return place >= g.heap_at && place <= g.arena_bytes - call_.pair[peer].reach;
   }
   Arrival fail(Fault fault, int peer, Where where) {
+    failed_ = true;
     if (!host_.recorded.test_and_set()) host_.record = {where, team_, call_.rank_of(peer)};
     int about = call_.rank_of(peer);
     Poison what{fault, fault == Fault::left ? about : call_.rank, about};
@@ -404,6 +406,7 @@ class Cpu {
   Patience patience_[2];
   std::atomic<int> met_{0};
   bool complained_[2] = {};
+  std::atomic<bool> failed_{false};
   inline static thread_local int role_ = 0;
 };
 
