@@ -42,7 +42,7 @@ class Atom(Protocol):
         ...
 
     def scratch(self, ranks: int, *, teams: int | None, sharing: int) -> Scratch:
-        """DESIGN's sizes; `teams`: None for as many as are good where `sharing` ranks are on one device."""
+        """The device's sizes; `teams`: None for as many as are good where `sharing` ranks are on one device."""
         ...
 
     def current(self) -> AbstractContextManager[Any]:

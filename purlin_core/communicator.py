@@ -46,7 +46,7 @@ class Communicator:
     `device`: "cpu", or a GPU of this rank's own; "cuda" is the current one. `timeout`: seconds a call waits for a peer before it fails with
     StallError on every rank. `setup_timeout`: the same for making the communicator. `heap_bytes`: room for empty(), the same on every rank.
     `teams`: workers a call is dealt to; on the CPU one thread does the work of all, on a GPU each is a block. None: 1 on the CPU, and on a GPU
-    what tuning chooses, up to 32. `scratch`: other sizes of the inbox than DESIGN's, `teams` among them; they decide which regime a call takes.
+    what tuning chooses, up to 32. `scratch`: other sizes of the inbox than the device's, `teams` among them; they decide which regime a call takes.
     `tuning`: another table than the device's.
 
     On a GPU a call returns when it is enqueued on the current stream; one stream at a time, and where it changes an event keeps the order. What

@@ -68,7 +68,7 @@ class Scratch:
 
 
 def cpu_scratch(ranks: int, *, teams: int = 1) -> Scratch:
-    """DESIGN's sizes for the CPU: at most 11 MiB at 2 ranks, 44 MiB up to 16.
+    """The sizes for the CPU: at most 11 MiB at 2 ranks, 44 MiB up to 16.
 
     Slots of 256 KiB, shared by the teams; 8 of them up to 6 ranks, 4 above; packets max(teams x 4 KiB, 512 KiB / (ranks - 1)) a pair.
     """
@@ -95,7 +95,7 @@ def cuda_scratch(ranks: int) -> Scratch:
 
 
 def most_teams(ranks: int) -> int:
-    """More would take more scratch than DESIGN allows."""
+    """More would take more than 64 MiB of scratch."""
     return 32 if ranks <= 8 else 16
 
 

@@ -120,7 +120,7 @@ def test_every_length_of_every_dtype_at_every_offset_is_reduced(dtype: torch.dty
 @pytest.mark.parametrize("granted", [False, True])
 @pytest.mark.parametrize("size", [4097, 70_001, (256 << 10) + 13, (3 << 20) - 7, (24 << 20) + 64])
 def test_long_messages_at_odd_offsets(size: int, granted: bool) -> None:
-    """With DESIGN's scratch: from packets over a few chunks to bulk copies."""
+    """With the device's scratch: from packets over a few chunks to bulk copies."""
     shards = [random_tensor((size,), torch.uint8, size + rank) for rank in range(2)]
     whole = torch.cat(shards)
     offsets = (0, 1, 15, 16, 33)
