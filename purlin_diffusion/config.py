@@ -15,6 +15,7 @@ Place = Literal["all", "root"]
 Backend = Literal["auto", "purlin", "torch"]
 
 BUILT_ATTENTION = ("gather_kv", "ulysses")
+MAX_TIMEOUT = 1_000_000  # eleven days: gloo counts milliseconds in 31 bits
 DEGREES = ("cfg", "sequence", "tensor", "patch")
 
 
@@ -67,8 +68,10 @@ class ParallelConfig:
         _check_word("vae", self.vae, (True, False))
         if not _is_count(self.warmup_steps, 0):
             raise _error("warmup_steps", "a count of steps, 0 or more", self.warmup_steps, "The default is 4.")
-        if not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
-            raise _error("timeout", "seconds, more than 0", self.timeout, "The default is 300.")
+        if not _is_number(self.timeout) or not 0 < self.timeout <= MAX_TIMEOUT:
+            raise _error(
+                "timeout", f"seconds, more than 0 and at most {MAX_TIMEOUT:,}", self.timeout, "The default is 300."
+            )
 
     def degrees(self, ranks: int) -> Degrees:
         """The degrees for a world of `ranks`. Raises ConfigError when they cannot be, NotBuiltError for axes of a later version."""
@@ -112,6 +115,10 @@ def _check_degree(name: str, value: Any) -> None:
 
 def _is_count(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_word(name: str, value: Any, words: Sequence[Any]) -> None:

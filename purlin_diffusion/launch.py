@@ -16,6 +16,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+from purlin_core.communicator import MAX_RANKS
 from purlin_diffusion import rank_process
 from purlin_diffusion.environment import launched_ranks, of_rank, overlay
 from purlin_diffusion.errors import LaunchError, RankError
@@ -36,12 +37,17 @@ class _Started:
 def launch(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """Run fn(*args) in `ranks` processes that form a torch.distributed group (gloo; NCCL where each has a GPU). Returns what each returned.
 
+    ranks: 1 to 16.
     fn: importable, at the top level of a module or of a script under `if __name__ == "__main__":`. Each rank computes with cores // ranks threads.
     Raises LaunchError when ranks cannot be started or one ends without a word, and RankError with the first exception of a rank; the other ranks have
     ended by then, within about 10 s.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise LaunchError(f"launch: `ranks` needs a count of 1 or more; got {ranks!r}.")
+    if ranks > MAX_RANKS:
+        raise LaunchError(
+            f"launch: `ranks` needs at most {MAX_RANKS}, as many as can exchange; got {ranks}. Start fewer."
+        )
     work = _work(fn, args)
     if multiprocessing.parent_process() is not None and launched_ranks() is not None:
         raise LaunchError(

@@ -9,6 +9,7 @@ import torch
 
 from purlin_diffusion.carrier import Carrier
 from purlin_diffusion.config import ParallelConfig
+from purlin_diffusion.errors import ConfigError
 from purlin_diffusion.handle import Handle
 
 
@@ -29,8 +30,14 @@ def parallelize(
     Returns a Handle with undo(), explain(), counters. Raises ConfigError, NotBuiltError, UnsupportedModelError, PlanError, PlacementError,
     AlreadyParallelError, before anything is changed; SetupError where ranks do not come together.
     """
+    config = ParallelConfig() if config is None else config
+    if not isinstance(config, ParallelConfig):
+        raise ConfigError(
+            f"parallelize: `config` needs a ParallelConfig, or None for the default; got {config!r}."
+            ' Write ParallelConfig(attention="ulysses"), or devices=2 for a number of ranks.'
+        )
     from purlin_diffusion.opening import (
         open_handle,  # brings diffusers, whose import takes seconds: launched ranks need it only from here on
     )
 
-    return open_handle(pipe_or_model, config or ParallelConfig(), devices, communicator)
+    return open_handle(pipe_or_model, config, devices, communicator)

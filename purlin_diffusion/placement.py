@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from purlin_core.communicator import MAX_RANKS
 from purlin_diffusion.doors import foreign_hooks, is_hooked, runs_diffusers_parallelism
 from purlin_diffusion.environment import launched_ranks
 from purlin_diffusion.errors import AlreadyParallelError, ConfigError, PlacementError, UnsupportedModelError
 from purlin_diffusion.registry import supported
 
 DENOISERS = ("transformer", "transformer_2", "unet")  # what diffusers' pipelines call them
-MAX_RANKS = 16
+KINDS = ("cpu", "cuda")  # types of device that ranks compute on
 
 
 def denoisers(pipe_or_model: Any) -> list[nn.Module]:
@@ -65,18 +66,12 @@ def device_of(model: nn.Module) -> torch.device:
 def local_devices(model: nn.Module, devices: int | Sequence[torch.device | str]) -> list[torch.device]:
     """A device a rank of this process, the model's own first. Raises ConfigError and PlacementError."""
     here = device_of(model)
-    if (
-        isinstance(devices, bool)
-        or (isinstance(devices, int) and devices < 1)
-        or isinstance(devices, str | float)
-        or (not isinstance(devices, int) and not devices)
-    ):
-        raise ConfigError(f"parallelize: `devices` needs a count of 1 or more, or a list of devices; got {devices!r}.")
-    chosen = (
-        _count(here, devices) if isinstance(devices, int) else [_indexed(torch.device(device)) for device in devices]
-    )
-    if len(chosen) > MAX_RANKS:
-        raise ConfigError(f"parallelize: `devices` needs at most {MAX_RANKS}; got {len(chosen)}.")
+    if here.type not in KINDS:
+        raise PlacementError(
+            f"parallelize: {type(model).__name__} needs its weights on a device that ranks can compute on ({', '.join(KINDS)});"
+            f" got {here}. Move it with .to(...)."
+        )
+    chosen = _count(here, devices) if isinstance(devices, int) else [_indexed(device) for device in _named(devices)]
     if chosen[0] != _indexed(here):
         raise PlacementError(
             f"parallelize: the first of `devices` needs to be the model's own, {here}; got {chosen[0]}. Move it with .to(...)."
@@ -84,10 +79,7 @@ def local_devices(model: nn.Module, devices: int | Sequence[torch.device | str])
     if {device.type for device in chosen} != {here.type} or len(set(chosen)) not in (1, len(chosen)):
         raise ConfigError(
             f"parallelize: `devices` needs devices of one type, all different or all the same; got {[str(device) for device in chosen]}."
-        )
-    if here.type == "cuda" and (absent := [each for each in chosen if (each.index or 0) >= torch.cuda.device_count()]):
-        raise ConfigError(
-            f"parallelize: `devices` needs GPUs that torch sees, {torch.cuda.device_count()}; got {absent[0]} too."
+            f" For ranks that share the model's own: devices=['{_indexed(here)}'] * {len(chosen)}."
         )
     if hooked := foreign_hooks(model):
         raise PlacementError(
@@ -102,7 +94,49 @@ def processes() -> int:
     return dist.get_world_size() if dist.is_initialized() else launched_ranks() or 1
 
 
+def _named(devices: Any) -> list[torch.device]:
+    """What a user listed, each a device that is there. Raises ConfigError."""
+    if isinstance(devices, str | torch.device):
+        raise _not_devices(f"'{devices}', a single device", f"For two ranks on it: devices=['{devices}'] * 2.")
+    if not isinstance(devices, Sequence) or isinstance(devices, bytes | bytearray | memoryview):
+        raise _not_devices(repr(devices), "For two ranks: devices=2.")
+    _check_ranks(len(devices), devices)
+    return [_named_one(each) for each in devices]
+
+
+def _named_one(each: Any) -> torch.device:
+    kinds = "'cpu', 'cuda' or 'cuda:0'"
+    if not isinstance(each, str | torch.device):
+        raise _not_devices(f"{each!r} among them", f"Name each as a text like {kinds}, or as a torch.device.")
+    try:
+        device = torch.device(each)
+    except RuntimeError as error:  # torch's list of all types that it knows would hide ours
+        raise _not_devices(f"{each!r} among them", f"Name each as a text like {kinds}.") from error
+    if device.type not in KINDS:
+        raise _not_devices(f"'{device}' among them", f"Ranks compute on {' and '.join(KINDS)} only.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"parallelize: `devices` needs GPUs that torch sees, {torch.cuda.device_count()}; got '{device}'."
+            " Name those that are there, or for a model on the CPU give a count: devices=2."
+        )
+    return device
+
+
+def _not_devices(came: str, cure: str) -> ConfigError:
+    return ConfigError(f"parallelize: `devices` needs a count of 1 or more, or a list of devices; got {came}. {cure}")
+
+
+def _check_ranks(ranks: int, devices: Any) -> None:
+    if ranks < 1:
+        raise _not_devices(repr(devices), "For two ranks: devices=2.")
+    if ranks > MAX_RANKS:
+        raise ConfigError(f"parallelize: `devices` needs at most {MAX_RANKS} ranks; got {ranks}. Give fewer.")
+
+
 def _count(here: torch.device, count: int) -> list[torch.device]:
+    if isinstance(count, bool):
+        raise _not_devices(repr(count), "For two ranks: devices=2.")
+    _check_ranks(count, count)
     if here.type == "cpu":
         return [here] * count
     there = torch.cuda.device_count() if here.type == "cuda" else 1

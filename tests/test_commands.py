@@ -92,6 +92,9 @@ def test_every_image_has_a_file_and_small_ones_are_enlarged(tmp_path: Path) -> N
         (["--steps", "0"], "--steps"),
         (["--height", "-8"], "--height"),
         (["--images", "0"], "--images"),
+        (["--guidance", "nan"], "--guidance needs a finite number; got nan"),
+        (["--guidance", "inf"], "--guidance needs a finite number; got inf"),
+        (["--guidance=-inf"], "--guidance needs a finite number; got -inf"),
         (["--scale", "0"], "--scale"),
         (["--attention", "sideways"], "attention"),
         (["--attention", "ring"], "not built"),
@@ -133,12 +136,63 @@ def test_an_error_of_ours_is_one_line_and_any_other_is_a_traceback(
         main(call)
 
 
-def test_what_a_pipeline_refuses_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    call = ["generate", "--device", "cpu", "--model", "tiny:sd3", "--height", "60", "--out", str(tmp_path / "x.png")]
+@pytest.mark.parametrize(
+    ("model", "size", "says"),
+    [
+        (
+            "digits",
+            ["--height", "33"],
+            "--height needs a multiple of 4 pixels for FluxPipeline; got 33, near which is 32 or 36",
+        ),
+        (
+            "digits",
+            ["--width", "7"],
+            "--width needs a multiple of 4 pixels for FluxPipeline; got 7, near which is 4 or 8",
+        ),
+        (
+            "digits",
+            ["--height", "28", "--width", "3"],
+            "--width needs a multiple of 4 pixels for FluxPipeline; got 3, near which is 4",
+        ),
+        ("tiny:flux", ["--height", "40"], "--height needs a multiple of 16"),
+        ("tiny:sd3", ["--width", "60"], "--width needs a multiple of 16"),
+    ],
+)
+def test_a_size_that_would_be_rounded_is_refused_before_anything_is_drawn(
+    model: str,
+    size: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(generate, "call", lambda *_, **__: pytest.fail("a picture was drawn"))
+    call = ["generate", "--device", "cpu", "--model", model, *size, "--out", str(tmp_path / "x.png")]
     assert main(call) == WRONG_INPUT
-    told = capsys.readouterr().err.strip()
-    assert told.startswith("generate: StableDiffusion3Pipeline: `height` and `width` have to be divisible by 16")
-    assert len(told.splitlines()) == 1
+    told = capsys.readouterr()
+    assert says in told.err
+    assert len(told.err.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("model", ["digits", "tiny:flux", "tiny:sd3"])
+def test_a_size_that_is_not_refused_is_the_size_of_the_picture(model: str) -> None:
+    chosen = read_options("--device", "cpu", "--model", model, "--steps", "1")
+    pipe = picture.load(chosen, "cpu")
+    side = options.size_multiple(pipe)
+    arguments = {**picture.call_arguments(chosen), "height": side, "width": 2 * side}
+    options.check_size(pipe, arguments)
+    images, _ = picture.call(pipe, arguments, seed=0)
+    assert images[0].size == (2 * side, side)
+
+
+def test_what_a_pipeline_refuses_is_one_line() -> None:
+    chosen = read_options("--device", "cpu", "--model", "tiny:sd3", "--height", "60")
+    with pytest.raises(
+        InputError, match=r"^StableDiffusion3Pipeline: `height` and `width` have to be divisible by 16"
+    ) as told:
+        picture.call(picture.load(chosen, "cpu"), picture.call_arguments(chosen), seed=0)
+    assert len(str(told.value).splitlines()) == 1
 
 
 def test_a_value_error_that_is_not_diffusers_own_keeps_its_traceback() -> None:

@@ -12,7 +12,14 @@ from typing import Any
 
 from purlin_diffusion.commands.exits import DONE, InputError, ended
 from purlin_diffusion.commands.machine import cores, versions
-from purlin_diffusion.commands.options import Options, add_model_arguments, check_count, check_writable, read_options
+from purlin_diffusion.commands.options import (
+    Options,
+    add_model_arguments,
+    check_count,
+    check_size,
+    check_writable,
+    read_options,
+)
 from purlin_diffusion.commands.picture import Seconds, call, call_arguments, load
 from purlin_diffusion.commands.ranks import here, on_ranks, parallel, place, sharing
 
@@ -84,6 +91,7 @@ def draw(options: Options, out: Path, scale: int | None) -> Report:
     root = here(options) == 0
     pipe.set_progress_bar_config(disable=not root)
     arguments = call_arguments(options)
+    check_size(pipe, arguments)
     with parallel(pipe, options) as handle:
         images, seconds = call(pipe, arguments, seed=options.seed)
         return Report(

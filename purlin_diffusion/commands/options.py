@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ def read_options(args: argparse.Namespace, environment: Mapping[str, str] = os.e
     )
     for name in ("images", "steps", "height", "width"):
         check_count(f"--{name}", getattr(options, name))
+    check_guidance(options.guidance)
     check_device(options)
     check_config(options)
     check_model(options.model)
@@ -132,6 +134,32 @@ def may_share(device: Device) -> bool:
 def check_count(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise InputError(f"{name} needs 1 or more; got {value}")
+
+
+def check_guidance(value: float | None) -> None:
+    if value is not None and not math.isfinite(value):
+        raise InputError(f"--guidance needs a finite number; got {value}")
+
+
+def check_size(pipe: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise InputError for a height or width that `pipe` cannot draw, and would round."""
+    multiple = size_multiple(pipe)
+    for name in ("height", "width"):
+        asked = arguments.get(name)
+        if asked is not None and asked % multiple:
+            below = asked - asked % multiple
+            near = " or ".join(str(size) for size in (below, below + multiple) if size)
+            raise InputError(
+                f"--{name} needs a multiple of {multiple} pixels for {type(pipe).__name__}; got {asked}, near which is {near}"
+            )
+
+
+def size_multiple(pipe: Any) -> int:
+    """Pixels of a token's side: FLUX tells its image processor, which rounds to them; SD3 has a patch size, in latents. 1 where none is known."""
+    processor = getattr(getattr(pipe, "image_processor", None), "config", None)
+    rounds_to = getattr(processor, "vae_scale_factor", 1)
+    latent, patch = getattr(pipe, "vae_scale_factor", 1), getattr(pipe, "patch_size", 1)
+    return int(max(rounds_to, latent * patch))
 
 
 def check_writable(name: str, file: Path) -> None:

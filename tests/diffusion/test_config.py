@@ -27,6 +27,10 @@ from purlin_diffusion.config import Degrees
         {"gather": "none"},
         {"backend": "nccl"},
         {"timeout": 0},
+        {"timeout": True},
+        {"timeout": float("nan")},
+        {"timeout": float("inf")},
+        {"timeout": 1e300},
     ],
 )
 def test_a_wrong_value_is_named(wrong: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from purlin_diffusion import (
     RankError,
     UnsupportedModelError,
     parallelize,
+    placement,
     supported,
 )
 from purlin_diffusion.report import step_bytes
@@ -135,13 +136,67 @@ def test_a_subclass_with_a_forward_of_its_own_is_unsupported(tiny: Callable[...,
         ([], ConfigError, "count of 1 or more"),
         (True, ConfigError, "count of 1 or more"),
         (17, ConfigError, "at most 16"),
+        (range(10**9), ConfigError, "at most 16"),
+        (10**9, ConfigError, "at most 16"),
         (["cuda:0", "cuda:1"], PlacementError, "the first of `devices`"),
-        (["cpu", "cuda:0"], ConfigError, "of one type"),
+        (["cpu", "cuda:0"], ConfigError, r"of one type.*devices=\['cpu'\] \* 2"),
     ],
 )
-def test_wrong_devices_are_named(tiny: Callable[..., Any], devices: Any, error: type[Exception], text: str) -> None:
+def test_wrong_devices_are_named(
+    tiny: Callable[..., Any], devices: Any, error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(error, match=text):
         parallelize(tiny("flux").model, devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("devices", "came", "cure"),
+    [
+        (["cuda"], "GPUs that torch sees, 0; got 'cuda'", "devices=2"),
+        (["cpu", "cuda:0"], "GPUs that torch sees, 0; got 'cuda:0'", "devices=2"),
+        (["meta", "meta"], "got 'meta'", "cpu and cuda only"),
+        ([0, 1], "got 0 among them", "'cuda:0'"),
+        (range(2), "got 0 among them", "'cuda:0'"),
+        (["nonsense", "cpu"], "got 'nonsense' among them", "'cpu'"),
+        (["cpu", None], "got None among them", "'cpu'"),
+        ([["cpu"]], r"got \['cpu'\] among them", "'cpu'"),
+        ("cpu", "got 'cpu', a single device", r"\['cpu'\] \* 2"),
+        (torch.device("cpu"), "got 'cpu', a single device", r"\['cpu'\] \* 2"),
+        (b"cpu", "got b'cpu'", "devices=2"),
+        ({"cpu"}, r"got \{'cpu'\}", "devices=2"),
+        (2.0, r"got 2\.0", "devices=2"),
+        (torch.ones(2), r"got tensor", "devices=2"),
+        (object(), "got <object object", "devices=2"),
+    ],
+)
+def test_what_names_no_device_that_is_there_says_what_to_pass(
+    tiny: Callable[..., Any], devices: Any, came: str, cure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    case = tiny("flux")
+    before, one = attributes(case.model), case.run()
+    with pytest.raises(ConfigError, match=f"`devices` needs .*{came}.*{cure}"):
+        parallelize(case.model, devices=devices)
+    assert attributes(case.model) == before
+    assert torch.equal(case.run(), one)
+
+
+def test_a_model_where_no_rank_can_compute_is_told_to_move(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "device_of", lambda _: torch.device("mps", 0))
+    with pytest.raises(PlacementError, match=r"cpu, cuda.*got mps:0.*\.to\("):
+        parallelize(tiny("flux").model)
+
+
+@pytest.mark.parametrize("config", ["x", "", 3, 0, {}, False, ParallelConfig])
+def test_a_config_of_another_kind_is_named(tiny: Callable[..., Any], config: Any) -> None:
+    case = tiny("flux")
+    before = attributes(case.model)
+    with pytest.raises(ConfigError, match=r"`config` needs a ParallelConfig.*; got .*ParallelConfig\(attention="):
+        parallelize(case.model, config, devices=2)
+    assert attributes(case.model) == before
 
 
 def test_a_spread_model_is_refused_with_advice(tiny: Callable[..., Any]) -> None:

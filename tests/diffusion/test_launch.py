@@ -120,6 +120,15 @@ def test_a_wrong_count_is_named(ranks: Any) -> None:
         launch(os.getcwd, ranks)
 
 
+@pytest.mark.parametrize("ranks", [17, 99, 10**9])
+def test_more_ranks_than_can_exchange_are_refused_before_any_starts(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(launch.__globals__, "_start", lambda *_: pytest.fail("a rank was started"))
+    with pytest.raises(LaunchError, match=f"`ranks` needs at most 16, .*; got {ranks}"):
+        launch(os.getcwd, ranks)
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
