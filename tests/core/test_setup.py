@@ -182,7 +182,7 @@ def test_a_missing_thread_is_named_in_time() -> None:
         ({"device": "meta"}, "needs to be 'cpu' or 'cuda'"),
         ({"timeout": 0}, "positive timeouts"),
         ({"setup_timeout": -1}, "positive timeouts"),
-        ({"heap_bytes": -1}, "heap_bytes >= 0"),
+        ({"heap_bytes": -1}, "from 0 to 2"),
         ({"teams": 0}, "1 to 32 `teams`"),
         ({"teams": 33}, "1 to 32 `teams`"),
     ],
