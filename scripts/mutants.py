@@ -209,7 +209,7 @@ HANDS = (
     mutant("wait: more than enough is asked", CPU, UNIT, ("(std::memory_order_acquire) >= m.value", "(std::memory_order_acquire) > m.value")),
     mutant("grant: may lie below the heap", CPU, UNIT, ("return place >= g.heap_at && place <=", "return place <=")),
     mutant("grant: may end behind the heap", CPU, UNIT, drop("&& place <= g.arena_bytes - call_.pair[peer].reach")),
-    mutant("wait: poison not seen", CPU, UNIT, drop("if (poisoned()) return Arrival::never;")),
+    mutant("wait: poison not seen", CPU, UNIT, drop("if (poisoned()) return failed_ = true, Arrival::never;")),
     mutant("enter: poison not seen", CPU, UNIT, ("enter() const { return !poisoned(); }", "enter() const { return true; }")),
     mutant("fail: peers not told", CPU, UNIT, ("for (int r = 0; r < call_.ranks; ++r) poison(call_.geometry, call_.arena[r], what);",
                                                "poison(call_.geometry, call_.own_arena(), what);")),
