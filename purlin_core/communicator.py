@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from purlin_core import ops
 from purlin_core.arguments import check_empty, check_heap_bytes, check_sequence, check_shares, check_types
@@ -19,7 +18,6 @@ from purlin_core.canary import poison
 from purlin_core.collectives import as_spec, halo_spec, rows_of
 from purlin_core.connection import Connection
 from purlin_core.errors import (
-    INPUT_ERRORS,
     ClosedError,
     ConcurrentUseError,
     DeviceError,
@@ -30,9 +28,10 @@ from purlin_core.memory import address_of
 from purlin_core.plan import FrozenSizes, freeze_sizes
 from purlin_core.plans import Plans, Stats
 from purlin_core.prepare import Asked, Prepared, in_place, prepare, prepare_all_to_all
-from purlin_core.rendezvous import LocalRendezvous, Rendezvous, StoreRendezvous, of_group
+from purlin_core.rendezvous import LocalRendezvous, meeting_of
 from purlin_core.settings import Settings
 from purlin_core.spec import Op, Sizes
+from purlin_core.terms import check_arguments
 from purlin_core.tune import Scratch, Tuning, most_teams
 
 MAX_RANKS = 16
@@ -71,11 +70,8 @@ class Communicator:
     ) -> None:
         self._atom = atom_of(device)
         self.device = self._atom.device
-        if not (_seconds(timeout) and _seconds(setup_timeout)):
-            came = f"timeout={timeout!r}, setup_timeout={setup_timeout!r}"
-            raise SetupError(f"Communicator: needs positive timeouts in seconds; got {came}.")
-        _check_setup(heap_bytes, teams, scratch, tuning)
-        meeting = _meeting(group, rank, ranks)
+        check_arguments(timeout, setup_timeout, heap_bytes, teams, scratch, tuning)
+        meeting = meeting_of(group, rank, ranks)
         if meeting.ranks > MAX_RANKS:
             raise SetupError(
                 f"Communicator: needs at most {MAX_RANKS} ranks; got {meeting.ranks}. Put more on an outer mesh axis."
@@ -386,14 +382,18 @@ class Communicator:
         """`at`, `to`: where inputs and outputs lie."""
         if self._over:
             self._usable(prepared.text)
+        if prepared.in_place:  # these shapes have shared storage before
+            offsets = tuple(address - at[0] for address in (*at, *to))
+            prepared = prepared.in_place.get(offsets, prepared)
         tie = self._tie
         code = tie.end.run(prepared.native, at, to, 0) if tie.bare else self._attend(prepared, inputs, outputs, at, to)
         if code == 0:
             prepared.calls += 1
             self._last = prepared
         elif code == _OVERLAP:
-            apart = (key, tuple(address - at[0] for address in (*at, *to)))
-            self._run(self._in_place(prepared, at, to, apart), inputs, outputs, at, to, apart)
+            offsets = tuple(address - at[0] for address in (*at, *to))
+            prepared.in_place[offsets] = self._in_place(prepared, at, to, (key, offsets))
+            self._run(prepared, inputs, outputs, at, to, key)
         else:
             raise self._failure(code, prepared)
 
@@ -441,35 +441,6 @@ def _disown() -> None:
 
 
 os.register_at_fork(after_in_child=_disown)
-
-
-def _meeting(group: Any, rank: int | None, ranks: int | None) -> Rendezvous:
-    if isinstance(group, Store):
-        if not isinstance(rank, int) or not isinstance(ranks, int) or not 0 <= rank < ranks:
-            raise SetupError(
-                f"Communicator: a Store needs `rank` and `ranks` with 0 <= rank < ranks; got rank={rank!r}, ranks={ranks!r}."
-            )
-        return StoreRendezvous(group, rank, ranks)
-    if rank is not None or ranks is not None:
-        raise SetupError("Communicator: `rank` and `ranks` go with a Store only; a group knows them.")
-    return group if isinstance(group, Rendezvous) else of_group(group)
-
-
-def _check_setup(heap_bytes: Any, teams: Any, scratch: Any, tuning: Any) -> None:
-    """Raise SetupError for the first argument of the constructor that is not of its type."""
-    try:
-        check_heap_bytes("Communicator", heap_bytes)
-    except INPUT_ERRORS as error:
-        raise SetupError(str(error)) from None
-    for name, value, wanted in (("teams", teams, int), ("scratch", scratch, Scratch), ("tuning", tuning, Tuning)):
-        if value is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
-            raise SetupError(
-                f"Communicator: `{name}` needs to be of type {wanted.__name__}, or None; got {value!r:.80}."
-            )
-
-
-def _seconds(timeout: object) -> bool:
-    return isinstance(timeout, int | float) and 0 < timeout < float("inf")
 
 
 def _facts(x: Tensor) -> tuple[Any, ...]:

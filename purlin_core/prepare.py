@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -98,6 +98,7 @@ class Prepared:
     received_bytes: int
     overlapping: bool = False  # an input and an output share storage, in an allowed form
     calls: int = 0
+    in_place: dict[tuple[int, ...], Prepared] = field(default_factory=dict)  # by where tensors lie from the first
     captured: bool = False  # a CUDA graph holds a call of it, and what `native` keeps in device memory
 
     @property

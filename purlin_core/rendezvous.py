@@ -89,6 +89,19 @@ class LocalRendezvous:
         return values
 
 
+def meeting_of(group: Any, rank: int | None, ranks: int | None) -> Rendezvous:
+    """What a Communicator is given: a Store with `rank` and `ranks`, or a group, a mesh, or a rendezvous. Raises SetupError."""
+    if isinstance(group, Store):
+        if not isinstance(rank, int) or not isinstance(ranks, int) or not 0 <= rank < ranks:
+            raise SetupError(
+                f"Communicator: a Store needs `rank` and `ranks` with 0 <= rank < ranks; got rank={rank!r}, ranks={ranks!r}."
+            )
+        return StoreRendezvous(group, rank, ranks)
+    if rank is not None or ranks is not None:
+        raise SetupError("Communicator: `rank` and `ranks` go with a Store only; a group knows them.")
+    return group if isinstance(group, Rendezvous) else of_group(group)
+
+
 def of_group(group: Any) -> StoreRendezvous:
     """A rendezvous over a torch process group (None: the default one), a device mesh of one dim."""
     if isinstance(group, DeviceMesh):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 VERSION = (
@@ -24,22 +24,26 @@ class Settings:
 
 
 @contextmanager
-def plain_rendezvous() -> Iterator[None]:
-    """While torch's symmetric memory is mapped: no multicast, which we never use, and GPUs told apart by us.
-
-    Processes that each see one GPU (CUDA_VISIBLE_DEVICES) all call theirs 0, and torch would take them for one.
-    """
-    wanted = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+def overlay(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set `variables` for a while: what is read, or started, meanwhile sees them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
         for name, value in before.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def plain_rendezvous() -> AbstractContextManager[None]:
+    """While torch's symmetric memory is mapped: no multicast, which we never use, and GPUs told apart by us.
+
+    Processes that each see one GPU (CUDA_VISIBLE_DEVICES) all call theirs 0, and torch would take them for one.
+    """
+    return overlay({"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"})
 
 
 def ask_for_queues() -> None:

@@ -10,11 +10,32 @@ from typing import Any
 
 import torch
 
+from purlin_core.arguments import check_heap_bytes
 from purlin_core.atom import Atom
 from purlin_core.cuda_memory import no_access
-from purlin_core.errors import SetupError
+from purlin_core.errors import INPUT_ERRORS, SetupError
 from purlin_core.settings import VERSION, Settings
 from purlin_core.tune import Scratch, Tuning
+
+
+def check_arguments(timeout: Any, setup_timeout: Any, heap_bytes: Any, teams: Any, scratch: Any, tuning: Any) -> None:
+    """Raise SetupError for the first argument of a Communicator that cannot be."""
+    if not (_is_time(timeout) and _is_time(setup_timeout)):
+        came = f"timeout={timeout!r}, setup_timeout={setup_timeout!r}"
+        raise SetupError(f"Communicator: needs positive timeouts in seconds; got {came}.")
+    try:
+        check_heap_bytes("Communicator", heap_bytes)
+    except INPUT_ERRORS as error:
+        raise SetupError(str(error)) from None
+    for name, value, wanted in (("teams", teams, int), ("scratch", scratch, Scratch), ("tuning", tuning, Tuning)):
+        if value is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
+            raise SetupError(
+                f"Communicator: `{name}` needs to be of type {wanted.__name__}, or None; got {value!r:.80}."
+            )
+
+
+def _is_time(timeout: object) -> bool:
+    return isinstance(timeout, int | float) and 0 < timeout < float("inf")
 
 
 def terms_of(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 
 def launched_ranks() -> int | None:
@@ -25,18 +23,3 @@ def of_rank(rank: int, ranks: int, *, threads: int) -> dict[str, str]:
         {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
     )  # one host, whose name need not resolve
     return {name: str(value) for name, value in here.items()} | loopback
-
-
-@contextmanager
-def overlay(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set `variables` for a while: processes started meanwhile inherit them."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

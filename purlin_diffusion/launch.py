@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from purlin_core.communicator import MAX_RANKS
+from purlin_core.settings import overlay
 from purlin_diffusion import rank_process
-from purlin_diffusion.environment import launched_ranks, of_rank, overlay
+from purlin_diffusion.environment import launched_ranks, of_rank
 from purlin_diffusion.errors import LaunchError, RankError
 from purlin_diffusion.rank_process import Outcome
 

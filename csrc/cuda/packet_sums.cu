@@ -8,7 +8,6 @@ template <class Adding, bool flat, int ranks>
 __device__ __forceinline__ void packet_sums(const Launches<ranks>& all) {
   __shared__ Incoming incoming;
   auto [launch, team] = seat(all);
-  warm(launch);
   Together<Use::packet, flat, Adding> atom(launch, team, &incoming);
   if (!atom.enter()) return;
   snac::packets(atom, launch.call);

@@ -7,7 +7,6 @@ namespace purlin::gpu {
 template <bool flat, int ranks>
 __global__ void __launch_bounds__(block_threads, 1) packets_kernel(const __grid_constant__ Launches<ranks> all) {
   auto [launch, team] = seat(all);
-  warm(launch);
   Together<Use::packet, flat> atom(launch, team, nullptr);
   if (!atom.enter()) return;
   snac::packets(atom, launch.call);

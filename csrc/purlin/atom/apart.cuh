@@ -29,39 +29,20 @@ struct Crossing {  // of one role, in shared memory
 };
 
 template <class Adding, int copiers>
-class Apart {
+class Apart : public RingHands {
  public:
-  static constexpr bool flat = false;
   static constexpr int role_threads = copiers + 2 * warp;
   enum class Kind { copier, watcher, notifier };
 
   // `thread` of role_threads of role `role`.
   __device__ Apart(const Launch& launch, int team, int role, int thread, Crossing<copiers>* x, const Tally* tally)
-      : l_(launch),
-        team_(team),
-        role_(role),
+      : RingHands(launch, team, role, tally),
         kind_(thread < copiers          ? Kind::copier
               : thread < copiers + warp ? Kind::watcher
                                         : Kind::notifier),
         lane_(thread < copiers ? thread : thread % warp),
-        x_(x),
-        tally_(tally) {}
+        x_(x) {}
 
-  __device__ int team() const { return team_; }
-  __device__ int teams() const { return l_.call.teams; }
-  __device__ Word sent(Use use, int peer) const { return tally_->sent(use, peer); }
-  __device__ Word taken(Use use, int peer) const { return tally_->taken(use, peer); }
-  __device__ bool enter() const { return is_alive(l_); }
-  __device__ void leave() const { count_call(l_, team_); }
-
-  template <class C, class S>
-  __device__ void both(int, C consume, S stage) {
-    if (role_ == 0) {
-      play(stage);
-    } else {
-      play(consume);
-    }
-  }
   __device__ void copy(const Place& to, const Place& from, Range range) {
     if (kind_ != Kind::copier) return;
     if (reduced_) ptx::barrier(copier_barrier(), copiers);  // other lanes may have written what this one reads
@@ -77,18 +58,6 @@ class Apart {
     with_adds<Adding>(
         sum, [&](auto adds) { gpu::reduce<decltype(adds)>(to, own, n, slots, self, range, sum.op, {lane_, copiers}); });
     reduced_ = true;
-  }
-  template <class C, class F, class G>
-  __device__ Arrival put(int, C, F, G, Where) {  // packets: Together
-    return Arrival::yes;
-  }
-  template <class F>
-  __device__ Arrival take(int, F, Where) {
-    return Arrival::yes;
-  }
-  template <class F>
-  __device__ Arrival take_reduce(const Place&, const Place&, int, F, int, Sum, Where) {
-    return Arrival::yes;
   }
   template <class F>
   __device__ void notify(int n, F mark) {
@@ -125,7 +94,6 @@ class Apart {
   __device__ Arrival expect(int n, F mark, Where where) {
     return come([&] { return lane_ >= n || tagged_gently(l_, team_, mark(lane_), lane_, where); });
   }
-  __device__ void meet() const {}
   __device__ void drain() const { ptx::barrier(1 + role_, role_threads); }
 
  private:
@@ -158,12 +126,9 @@ class Apart {
   __device__ bool has_failed() const { return *static_cast<volatile const int*>(&x_->failed) != 0; }
   __device__ int copier_barrier() const { return 3 + role_; }
 
-  const Launch& l_;
-  int team_, role_;
   Kind kind_;
   int lane_;
   Crossing<copiers>* x_;
-  const Tally* tally_;
   int waits_ = 0, notifies_ = 0, reductions_ = 0;
   bool reduced_ = false;
 };

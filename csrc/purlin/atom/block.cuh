@@ -3,8 +3,6 @@
 #include "../fault.hpp"
 #include "ptx.cuh"
 
-#include <cstddef>
-
 namespace purlin::gpu {
 
 constexpr int warp = 32, block_warps = 16, block_threads = block_warps * warp;  // of kernels whose lanes work together
@@ -179,14 +177,6 @@ __device__ __forceinline__ void play(R& role) {
   for (int i = 0; i < steps; ++i) role.step(i);
   role.a.drain();
   role.close();
-}
-
-// Constant memory is cold when a kernel starts, and a warp waits for each line of it in turn: so the warps fetch a line each, all at once.
-__device__ __forceinline__ void warm(const Launch& l) {
-  __shared__ volatile int sink[warp];  // a load whose value nobody wants is no load
-  constexpr int line_words = 16;
-  int k = static_cast<int>(threadIdx.x) / warp;
-  if (threadIdx.x % warp == 0) sink[k] = reinterpret_cast<const int*>(&l)[k * line_words];
 }
 
 // ---- what all forms do alike: one lane a peer

@@ -64,36 +64,16 @@ __device__ __forceinline__ void for_each_run(const Place& place, Range range, in
 
 // ---- the Atom
 
-class Relay {
+class Relay : public RingHands {
  public:
-  static constexpr bool flat = false;
-
   // `thread` of relay_threads of role `role`.
   __device__ Relay(const Launch& launch, int team, int role, int thread, Cells* all, char* memory, const Tally* tally)
-      : l_(launch),
-        team_(team),
-        role_(role),
+      : RingHands(launch, team, role, tally),
         loads_(thread < warp),
         lane_(thread % warp),
         x_(all + role),
-        memory_(memory + role * cells * cell_bytes),
-        tally_(tally) {}
+        memory_(memory + role * cells * cell_bytes) {}
 
-  __device__ int team() const { return team_; }
-  __device__ int teams() const { return l_.call.teams; }
-  __device__ Word sent(Use use, int peer) const { return tally_->sent(use, peer); }
-  __device__ Word taken(Use use, int peer) const { return tally_->taken(use, peer); }
-  __device__ bool enter() const { return is_alive(l_); }
-  __device__ void leave() const { count_call(l_, team_); }
-
-  template <class C, class S>
-  __device__ void both(int, C consume, S stage) {
-    if (role_ == 0) {
-      play(stage);
-    } else {
-      play(consume);
-    }
-  }
   __device__ void copy(const Place& to, const Place& from, Range range) {
     if (to.flat() && from.flat() && to.first == from.first) return;
     if (!is_even(to, range) || !is_even(from, range)) return carry_odd(to, from, range);
@@ -104,18 +84,6 @@ class Relay {
   }
   template <class F>
   __device__ void reduce(const Place&, const Place&, int, F, int, Range, Sum) {}  // Apart
-  template <class C, class F, class G>
-  __device__ Arrival put(int, C, F, G, Where) {  // packets: Together
-    return Arrival::yes;
-  }
-  template <class F>
-  __device__ Arrival take(int, F, Where) {
-    return Arrival::yes;
-  }
-  template <class F>
-  __device__ Arrival take_reduce(const Place&, const Place&, int, F, int, Sum, Where) {
-    return Arrival::yes;
-  }
   template <class F>
   __device__ void notify(int n, F mark) {
     if (loads_ || dead_) return;
@@ -154,7 +122,6 @@ class Relay {
     // A grant says where to: the storer needs it before it knows its first place.
     return ptx::barrier_or(role_barrier(), relay_threads, how != Arrival::yes) ? Arrival::never : Arrival::yes;
   }
-  __device__ void meet() const {}
   __device__ void drain() {
     if (!loads_) {
       ptx::bulk_stored<0>();
@@ -243,13 +210,10 @@ class Relay {
   __device__ bool has_failed() const { return *static_cast<volatile const int*>(&x_->failed) != 0; }
   __device__ int role_barrier() const { return 1 + role_; }
 
-  const Launch& l_;
-  int team_, role_;
   bool loads_;
   int lane_;
   Cells* x_;
   char* memory_;
-  const Tally* tally_;
   unsigned pieces_ = 0, due_ = 0;
   bool noted_ = false, dead_ = false;
   Mark note_{};

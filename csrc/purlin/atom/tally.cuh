@@ -1,4 +1,4 @@
-// How a call of rings begins and ends: its counts are kept near, and the call is counted.
+// What the hands of rings have in common: how a call begins and ends, its counts, kept near, and what they leave to others.
 #pragma once
 #include "block.cuh"
 
@@ -29,5 +29,51 @@ __device__ __forceinline__ void count_call(const Launch& l, int team) {
   __syncthreads();
   if (threadIdx.x == 0 && team == 0) l.call.progress->calls += 1;
 }
+
+class RingHands {
+ public:
+  static constexpr bool flat = false;
+
+  __device__ int team() const { return team_; }
+  __device__ int teams() const { return l_.call.teams; }
+  __device__ Word sent(Use use, int peer) const { return tally_->sent(use, peer); }
+  __device__ Word taken(Use use, int peer) const { return tally_->taken(use, peer); }
+  __device__ bool enter() const { return is_alive(l_); }
+  __device__ void leave() const { count_call(l_, team_); }
+
+  template <class C, class S>
+  __device__ void both(int, C consume, S stage) {
+    if (role_ == 0) {
+      play(stage);
+    } else {
+      play(consume);
+    }
+  }
+  __device__ void meet() const {}  // the roles of a ring never need to
+
+  // Packets: Together.
+  template <class C, class F, class G>
+  __device__ Arrival put(int, C, F, G, Where) {
+    return Arrival::yes;
+  }
+  template <class F>
+  __device__ Arrival take(int, F, Where) {
+    return Arrival::yes;
+  }
+  template <class F>
+  __device__ Arrival take_reduce(const Place&, const Place&, int, F, int, Sum, Where) {
+    return Arrival::yes;
+  }
+
+ protected:
+  __device__ RingHands(const Launch& launch, int team, int role, const Tally* tally)
+      : l_(launch), team_(team), role_(role), tally_(tally) {}
+
+  const Launch& l_;
+  int team_, role_;
+
+ private:
+  const Tally* tally_;
+};
 
 }  // namespace purlin::gpu
