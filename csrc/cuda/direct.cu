@@ -1,7 +1,6 @@
-#include "../purlin/atom/relay.cuh"
 #include "../purlin/atom/together.cuh"
 #include "../purlin/snac.hpp"
-#include "kernels.cuh"
+#include "rings.cuh"
 
 namespace purlin::gpu {
 
@@ -22,16 +21,7 @@ template <int ranks>
 __global__ void __launch_bounds__(2 * relay_threads, 1)
     direct_bulk_kernel(const __grid_constant__ Launches<ranks> all) {
   extern __shared__ __align__(128) char memory[];
-  __shared__ Cells all_cells[2];
-  __shared__ Tally tally;
-  auto [launch, team] = seat(all);
-  if (threadIdx.x < 2) all_cells[threadIdx.x].init();
-  tally.read(launch.call, team);
-  int thread = static_cast<int>(threadIdx.x);
-  Relay atom(launch, team, thread / relay_threads, thread % relay_threads, all_cells, memory, &tally);
-  if (!atom.enter()) return;
-  snac::direct(atom, launch.call);
-  atom.leave();
+  by_relay(all, memory, [](auto& hands, const Call& call) { snac::direct(hands, call); });
 }
 
 template <bool flat>
@@ -44,7 +34,7 @@ Choice direct(const Call& call, int ranks, bool bulk) {
     most = larger(most, larger(call.pair[p].send.bytes, call.pair[p].receive.bytes));
   if (bulk && !call.flat && most / call.teams >= bulk_from)
     return {by_ranks(ranks, direct_bulk_kernel<1>, direct_bulk_kernel<2>, direct_bulk_kernel<most_fused>),
-            2 * relay_threads, 2 * cells * cell_bytes};
+            2 * relay_threads, relay_bytes};
   return {call.flat ? direct_of<true>(ranks) : direct_of<false>(ranks), block_threads, 0};
 }
 

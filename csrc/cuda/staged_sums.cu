@@ -1,27 +1,14 @@
-#include "../purlin/atom/apart.cuh"
-#include "../purlin/atom/relay.cuh"
 #include "../purlin/snac.hpp"
-#include "kernels.cuh"
+#include "rings.cuh"
 
 namespace purlin::gpu {
 
 // Without bulk copies: both roles alike.
-constexpr int few_copiers = 256;
-using Plain = Apart<AddsAny, few_copiers>;
+constexpr int plain_threads = 2 * Plain<AddsAny>::role_threads;
 
 template <int ranks>
-__global__ void __launch_bounds__(2 * Plain::role_threads, 1)
-    staged_sums_kernel(const __grid_constant__ Launches<ranks> all) {
-  __shared__ Crossing<few_copiers> crossings[2];
-  __shared__ Tally tally;
-  auto [launch, team] = seat(all);
-  if (threadIdx.x < 2) crossings[threadIdx.x].init();
-  tally.read(launch.call, team);
-  int thread = static_cast<int>(threadIdx.x), role = thread / Plain::role_threads;
-  Plain atom(launch, team, role, thread % Plain::role_threads, crossings + role, &tally);
-  if (!atom.enter()) return;
-  snac::staged_sum(atom, atom, launch.call);
-  atom.leave();
+__global__ void __launch_bounds__(plain_threads, 1) staged_sums_kernel(const __grid_constant__ Launches<ranks> all) {
+  by_apart<AddsAny>(all, [](auto& hands, const Call& call) { snac::staged_sum(hands, hands, call); });
 }
 
 // With them: two warps stage, all others add.
@@ -55,7 +42,7 @@ Choice staged_sums(const Call&, int ranks, bool bulk) {
             sums_threads, cells * cell_bytes};
   return {ranks == 1 ? reinterpret_cast<const void*>(staged_sums_kernel<1>)
                      : reinterpret_cast<const void*>(staged_sums_kernel<most_fused>),
-          2 * Plain::role_threads, 0};
+          plain_threads, 0};
 }
 
 }  // namespace purlin::gpu
