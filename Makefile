@@ -19,7 +19,6 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --quiet
 native := $(shell find csrc -name '*.?pp' -o -name '*.cu' -o -name '*.cuh')
-python_code := purlin_core purlin_diffusion pipelines scripts tests
 run_each = for program in $(1); do echo "== $$program"; $(2) "$$program"; done
 
 .PHONY: help demo test gpu check format headers cuda lint model tsan mutants device sanitize wheel bench build clean distclean

@@ -2,6 +2,7 @@
 #include "purlin/endpoint.hpp"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -21,6 +22,15 @@ using Numbers = std::vector<i64>;
 std::vector<RouteText> routes(const std::vector<Numbers>& all) {
   std::vector<RouteText> out;
   for (const Numbers& numbers : all) out.push_back({numbers});
+  return out;
+}
+
+// {what, role, use, team, step, peer, call, message, bytes, begin, end}, as csrc/purlin/trace.hpp has them.
+std::vector<std::vector<i64>> events(const Trace& trace) {
+  std::vector<std::vector<i64>> out;
+  for (const Event& e : trace.events())
+    out.push_back({static_cast<i64>(e.what), static_cast<i64>(e.role), static_cast<i64>(e.use), e.team, e.step, e.peer,
+                   static_cast<i64>(e.call), static_cast<i64>(e.message), e.bytes, e.begin, e.end});
   return out;
 }
 
@@ -99,6 +109,12 @@ NB_MODULE(PURLIN_MODULE, m) {
           nb::arg("output_spans"), nb::arg("overlap_allowed"))
       .def_prop_ro("steps", [](const Plan& plan) { return plan.call().steps; });
 
+  nb::class_<Trace>(m, "Trace")
+      .def(
+          "__init__", [](Trace* trace, std::size_t most) { new (trace) Trace(most); }, nb::arg("most"))
+      .def_prop_ro("lost", &Trace::lost)
+      .def("events", &events);
+
   nb::class_<Endpoint>(m, "Endpoint")
       .def(
           "__init__",
@@ -109,6 +125,7 @@ NB_MODULE(PURLIN_MODULE, m) {
            "0: done; else the number of an Outcome.")
       .def("abort", &Endpoint::abort, nb::arg("fault"), nb::arg("about"))
       .def("leave", &Endpoint::leave, "No further call of this rank will come.")
+      .def("record", &Endpoint::record, nb::arg("trace").none(), "Write down what calls do from now on; None: no more.")
       .def("begin_at", &Endpoint::begin_at, nb::arg("message"),
            "Count messages and calls from here; before first use, on every rank alike.")
       .def_prop_ro("fault",

@@ -3,12 +3,26 @@
 #include "purlin/endpoint.hpp"
 
 #include "purlin/atom/cpu.hpp"
+#include "purlin/atom/traced.hpp"
 #include "purlin/snac.hpp"
 
 #include <cstdlib>
 #include <new>
 
 namespace purlin {
+namespace {
+
+static_assert(Atom<cpu::Cpu<>> && Atom<Traced<cpu::Cpu<>>>);
+
+void run_traced(const Call& call, cpu::Host& host, Trace& trace) {
+  for (int team = 0; team < call.teams; ++team) {
+    cpu::Cpu<> atom(call, team, host);
+    Traced<cpu::Cpu<>> traced(atom, call, trace);
+    snac::run(traced, call);
+  }
+}
+
+}  // namespace
 
 i64 stored_bytes(i64 window_bytes) { return cpu::lines_of(window_bytes) * cpu::line_bytes; }
 
@@ -79,9 +93,13 @@ Outcome Endpoint::run(const Plan& plan, std::span<const std::uintptr_t> inputs, 
   call.counts = state_->counts.data();
   call.counts_pitch = state_->geometry.teams;
   call.progress = &state_->progress;
-  for (int team = 0; team < call.teams; ++team) {
-    cpu::Cpu<> atom(call, team, state_->host);
-    snac::run(atom, call);
+  if (std::shared_ptr<Trace> trace = this->trace()) {
+    run_traced(call, state_->host, *trace);
+  } else {
+    for (int team = 0; team < call.teams; ++team) {
+      cpu::Cpu<> atom(call, team, state_->host);
+      snac::run(atom, call);
+    }
   }
   Outcome how = static_cast<Outcome>(death().what);
   state_->busy.clear(std::memory_order_release);

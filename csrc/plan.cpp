@@ -22,13 +22,15 @@ std::size_t first_of(const Route& route) { return reinterpret_cast<std::size_t>(
 }  // namespace
 
 Geometry geometry_of(int ranks, int teams, int slots, i64 slot_bytes, i64 window_bytes, i64 heap_bytes) {
+  constexpr i64 most = i64{1} << 30;
+  if (slot_bytes > most || window_bytes > most) throw std::invalid_argument("a slot or window is larger than 1 GiB");
   Geometry g{};
   g.ranks = ranks;
   g.teams = teams;
   g.slots = slots;
-  g.slot_bytes = slot_bytes;
-  g.window_bytes = window_bytes;
-  g.window_stored = stored_bytes(window_bytes);
+  g.slot_bytes = static_cast<int>(slot_bytes);
+  g.window_bytes = static_cast<int>(window_bytes);
+  g.window_stored = static_cast<int>(stored_bytes(window_bytes));
   g.heap_bytes = heap_bytes;
   return lay_out(g);
 }
@@ -56,9 +58,9 @@ Plan::Plan(const PlanText& text, const Geometry& geometry)
     pair.receive_signature = text.receive_signatures[p];
   }
   for_each_route(call_, [&](Route& r) { cut(r, geometry); });
+  const i64 packet = smaller(i64{geometry.window_bytes} * call_.teams, i64{1} << 30);
   for (int p = 0; p < call_.peers(); ++p)
-    if (call_.regime == Regime::packet &&
-        larger(call_.pair[p].send.bytes, call_.pair[p].receive.bytes) > geometry.window_bytes * call_.teams)
+    if (call_.regime == Regime::packet && larger(call_.pair[p].send.bytes, call_.pair[p].receive.bytes) > packet)
       throw std::invalid_argument("a message of a packet call is larger than its window");
   call_.steps = steps();
   call_.flat = true;
@@ -108,7 +110,7 @@ Route Plan::route(const RouteText& text) {
 // Every chunk is a multiple of 16 bytes of wire, the same for source and reader: it follows from the bytes of the pair alone.
 void Plan::cut(Route& route, const Geometry& geometry) const {
   i64 even = round_up(larger<i64>(ceil_div(route.bytes, call_.teams), 16), 16);
-  route.chunk = call_.regime == Regime::staged ? smaller(even, geometry.slot_bytes) : even;
+  route.chunk = call_.regime == Regime::staged ? smaller<i64>(even, geometry.slot_bytes) : even;
 }
 
 int Plan::steps() const {

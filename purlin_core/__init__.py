@@ -18,6 +18,7 @@ from purlin_core.errors import (
 )
 from purlin_core.plans import Stats
 from purlin_core.spec import Spec
+from purlin_core.trace import trace
 from purlin_core.world import LocalWorld
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "SpecError",
     "StallError",
     "Stats",
+    "trace",
 ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from purlin_core import ops
 from purlin_core.arguments import check_empty, check_heap_bytes, check_sequence, check_shares, check_types
@@ -23,16 +26,20 @@ from purlin_core.errors import (
     DeviceError,
     PurlinError,
     SetupError,
+    ShapeError,
 )
 from purlin_core.memory import address_of
 from purlin_core.plan import FrozenSizes, freeze_sizes
 from purlin_core.plans import Plans, Stats
 from purlin_core.prepare import Asked, Prepared, in_place, prepare, prepare_all_to_all
+from purlin_core.ranges import named
+from purlin_core.recorder import Recorder
 from purlin_core.rendezvous import LocalRendezvous, meeting_of
 from purlin_core.settings import Settings
 from purlin_core.spec import Op, Sizes
 from purlin_core.terms import check_arguments
-from purlin_core.tune import Scratch, Tuning, most_teams
+from purlin_core.trace import joined
+from purlin_core.tune import Regime, Scratch, Tuning, most_teams
 
 MAX_RANKS = 16
 _OVERLAP, _CONCURRENT = 16, 17  # Outcome in csrc/purlin/endpoint.hpp
@@ -46,7 +53,8 @@ class Communicator:
     StallError on every rank. `setup_timeout`: the same for making the communicator. `heap_bytes`: room for empty(), the same on every rank.
     `teams`: workers a call is dealt to; on the CPU one thread does the work of all, on a GPU each is a block. None: 1 on the CPU, and on a GPU
     what tuning chooses, up to 32. `scratch`: other sizes of the inbox than the device's, `teams` among them; they decide which regime a call takes.
-    `tuning`: another table than the device's.
+    `tuning`: another table than the device's. `granted_results`: what exchange() and redistribute() make themselves comes from the heap while it has
+    room, so that peers write it directly; the same on every rank, and so is what lives of it.
 
     On a GPU a call returns when it is enqueued on the current stream; one stream at a time, and where it changes an event keeps the order. What
     fails then shows at the next call and at check(). A call can be captured into a CUDA graph once it has been made before, or by plan(). Replays
@@ -67,6 +75,7 @@ class Communicator:
         teams: int | None = None,
         scratch: Scratch | None = None,
         tuning: Tuning | None = None,
+        granted_results: bool = False,
     ) -> None:
         self._atom = atom_of(device)
         self.device = self._atom.device
@@ -86,10 +95,13 @@ class Communicator:
         sharing = meeting.sharing if isinstance(meeting, LocalRendezvous) else 1
         self._scratch = scratch or self._atom.scratch(self.ranks, teams=teams, sharing=sharing)
         self._tuning = tuning or self._atom.tuning
+        self._granted_results = bool(granted_results)
         # what barrier() moves
         self._marks = tuple(torch.zeros(n, dtype=torch.uint8, device=self.device) for n in (self.ranks, 1))
-        self._open(heap_bytes, Stats())
+        self._opened = 0
+        self._over = ""  # why there are no more calls
         self.id = ops.register(self)
+        self._open(heap_bytes, Stats())
 
     def _open(self, heap_bytes: int, before: Stats) -> None:
         self._tie = Connection(
@@ -103,7 +115,8 @@ class Communicator:
         )
         self._plans = Plans(before)
         self._last: Prepared | None = None
-        self._over = ""  # why there are no more calls
+        self._opened += 1
+        joined(self)
 
     # ---- collectives
 
@@ -259,11 +272,27 @@ class Communicator:
         asked = Asked(call, texts, freeze_sizes(sizes), op, tag, self.device, granted)
         wanted = None if out is None else tuple(map(_facts, out))
         key = (call, texts, asked.sizes, op, tag, granted, tuple(map(_facts, tensors)), wanted)  # as _call() has it
-        return self._plans.get(key) or self._planned(key, call, partial(prepare, self._tie.site, asked, tensors, out))
+        return self._plans.get(key) or self._plan_call(key, asked, tensors, out)
 
     def stats(self) -> Stats:
         """Calls and bytes of this rank so far."""
         return self._plans.stats(self._tie.site.geometry)
+
+    @property
+    def captured_together(self) -> bool:
+        """Whether its calls can go into a CUDA graph only while those of its peers do: ranks are threads that launch together, or share a GPU."""
+        meeting = self._meeting
+        return isinstance(meeting, LocalRendezvous) and (meeting.fused or meeting.sharing > 1)
+
+    def recorded(self, most: int) -> Recorder | None:
+        """For trace(): write down what calls do from now on. None where there are no more, none yet, or they are being written down."""
+        tie = getattr(self, "_tie", None)
+        if self._over or tie is None or tie.recorder is not None:
+            return None
+        meeting = self._meeting
+        if isinstance(meeting, LocalRendezvous):
+            return Recorder(tie, (meeting.world, self._opened), alone=False, most=most)
+        return Recorder(tie, (meeting, self._opened), alone=self.ranks > 1, most=most)
 
     # ---- health
 
@@ -353,11 +382,36 @@ class Communicator:
         prepared = self._plans.get(key)
         if prepared is None:
             asked = Asked(call, specs, sizes, op, tag, self.device, granted)
-            prepared = self._planned(key, call, partial(prepare, self._tie.site, asked, tensors, out))
+            prepared = self._plan_call(key, asked, tensors, out)
         if out is None:
-            out = [x.new_empty(shape) for shape, x in zip(prepared.out_shapes, tensors, strict=True)]
+            prepared, key, out = self._results(prepared, key, tensors)
         self._run(prepared, tensors, out, [x.data_ptr() for x in tensors], [address_of(o) for o in out], key)
         return list(out)
+
+    def _plan_call(self, key: Any, asked: Asked, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> Prepared:
+        """Where results may be granted, they are if they leave room for as many more, and if that is the faster way."""
+        if out is None and self._granted_results:
+            prepared = prepare(self._tie.site, replace(asked, granted=True), tensors, out)
+            taken = sum(
+                math.prod(shape) * x.element_size() for shape, x in zip(prepared.out_shapes, tensors, strict=True)
+            )
+            if prepared.schedule.regime is not Regime.DIRECT or 2 * taken <= self._tie.site.geometry.heap_bytes:
+                return self._planned(key, asked.call, lambda: prepared)
+        return self._planned(key, asked.call, partial(prepare, self._tie.site, asked, tensors, out))
+
+    def _results(self, prepared: Prepared, key: Any, tensors: Sequence[Tensor]) -> tuple[Prepared, Any, list[Tensor]]:
+        """Tensors for what a call makes; and another plan, if what it has granted so far is still in use everywhere."""
+        shapes = prepared.out_shapes
+        if prepared.schedule.regime is Regime.DIRECT:
+            try:
+                return prepared, key, [self._tie.heap.empty(s, x.dtype) for s, x in zip(shapes, tensors, strict=True)]
+            except ShapeError:
+                call, specs, sizes, op, tag = key[:5]
+                asked = Asked(call, specs, sizes, op, tag, self.device, granted=False)
+                key = (key, "ordinary")
+                plan = partial(prepare, self._tie.site, asked, tensors, None)
+                prepared = self._plans.get(key) or self._planned(key, call, plan)
+        return prepared, key, [x.new_empty(shape) for shape, x in zip(shapes, tensors, strict=True)]
 
     def _planned(self, key: Any, call: str, make: Callable[[], Prepared]) -> Prepared:
         if self._tie.capturing:
@@ -386,7 +440,8 @@ class Communicator:
             offsets = tuple(address - at[0] for address in (*at, *to))
             prepared = prepared.in_place.get(offsets, prepared)
         tie = self._tie
-        code = tie.end.run(prepared.native, at, to, 0) if tie.bare else self._attend(prepared, inputs, outputs, at, to)
+        bare = tie.bare and not profiler._is_profiler_enabled
+        code = tie.end.run(prepared.native, at, to, 0) if bare else self._attend(prepared, inputs, outputs, at, to)
         if code == 0:
             prepared.calls += 1
             self._last = prepared
@@ -400,7 +455,7 @@ class Communicator:
     def _attend(
         self, prepared: Prepared, inputs: Sequence[Tensor], outputs: Sequence[Tensor], at: list[int], to: list[int]
     ) -> int:
-        """Run where a stream or canaries are to be looked after."""
+        """Run where a stream or canaries are to be looked after, or somebody watches."""
         tie = self._tie
         stream = 0 if tie.lane is None else tie.lane.enter()
         captured = tie.lane is not None and tie.lane.captured
@@ -408,11 +463,22 @@ class Communicator:
         if canaries is not None:
             canaries.feed()
             poison(outputs, inputs)
-        code = tie.end.run(prepared.native, at, to, stream)
+        if tie.recorder is None and not profiler._is_profiler_enabled:
+            code = tie.end.run(prepared.native, at, to, stream)
+        else:
+            code = self._watched(prepared, at, to, stream, captured=captured)
         prepared.captured |= captured
         if canaries is not None and code == 0:
             canaries.look(prepared.text)
         return code
+
+    def _watched(self, prepared: Prepared, at: list[int], to: list[int], stream: int, *, captured: bool) -> int:
+        """Run under a trace or a profiler."""
+        tie = self._tie
+        with named("purlin ", prepared.text):
+            if tie.recorder is None:
+                return tie.end.run(prepared.native, at, to, stream)
+            return tie.recorder.run(tie.end, prepared, at, to, stream, captured=captured)
 
     def _in_place(self, prepared: Prepared, at: Sequence[int], to: Sequence[int], apart: Any) -> Prepared:
         """Tensors that share storage: allowed in three forms, each checked once and then a plan of its own."""

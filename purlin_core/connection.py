@@ -21,6 +21,7 @@ from purlin_core.lane import Lane
 from purlin_core.memory import GUARD_BYTES, Addressed, HostMemory, Segment
 from purlin_core.prepare import Prepared, Site
 from purlin_core.probe import probe
+from purlin_core.recorder import Recorder
 from purlin_core.rendezvous import LocalRendezvous, Rendezvous
 from purlin_core.settings import Settings
 from purlin_core.terms import card_of, check_cards, terms_of
@@ -55,6 +56,7 @@ class Connection:
         with atom.current():
             self._set_up(atom, scratch, tuning, settings, heap_bytes)
         self._exit = weakref.finalize(self, self._ending.leave)
+        self.recorder: Recorder | None = None
         self.bare = self.lane is None and self.canaries is None  # a call is all there is to do
         if self.lane is not None:
             self._probe(self.lane)

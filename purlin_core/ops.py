@@ -22,7 +22,7 @@ _live: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDiction
 _numbers = itertools.count(1)
 
 _library = torch.library.Library("purlin", "DEF")  # type: ignore[no-untyped-call]
-_ARGUMENTS = "int communicator, Tensor[] tensors, str[] specs, str[] names, int[] sizes, str op, str tag"
+_ARGUMENTS = "int communicator, Tensor[] tensors, str[] specs, str[] names, SymInt[] sizes, str op, str tag"
 _library.define(f"exchange({_ARGUMENTS}) -> Tensor[]")  # type: ignore[no-untyped-call]
 _library.define(f"exchange_into({_ARGUMENTS}, Tensor(a!)[] out) -> ()")  # type: ignore[no-untyped-call]
 
@@ -50,19 +50,25 @@ def exchange(
 ) -> list[Tensor]:
     """Communicator.exchange() as an operator of a compiled graph."""
     texts = [specs] * len(tensors) if isinstance(specs, str) else list(specs)
-    names = list(sizes or {})
-    flat = [n for name in names for n in _flatten((sizes or {})[name])]
+    names, flat = flatten(sizes)
     if out is None:
         return list(torch.ops.purlin.exchange(communicator, tensors, texts, names, flat, op, tag))
     torch.ops.purlin.exchange_into(communicator, tensors, texts, names, flat, op, tag, out)
     return list(out)
 
 
+def flatten(sizes: Sizes | None) -> tuple[list[str], list[int]]:
+    """Sizes as operators take them: the names, and for each how many numbers it has, 0 for a whole length, and then they."""
+    given = sizes or {}
+    return list(given), [n for size in given.values() for n in _flatten(size)]
+
+
 def _flatten(size: Sequence[int] | int) -> list[int]:
     return [0, size] if isinstance(size, int) else [len(size), *size]
 
 
-def _unflatten(names: Sequence[str], flat: Sequence[int]) -> Sizes:
+def unflatten(names: Sequence[str], flat: Sequence[int]) -> Sizes:
+    """flatten() turned back."""
     sizes: dict[str, int | tuple[int, ...]] = {}
     at = 0
     for name in names:
@@ -84,7 +90,7 @@ def _communicator(number: int) -> Communicator:
 def _exchange(
     communicator: int, tensors: list[Tensor], specs: list[str], names: list[str], sizes: list[int], op: Op, tag: str
 ) -> list[Tensor]:
-    given = _unflatten(names, sizes)
+    given = unflatten(names, sizes)
     return _communicator(communicator).exchange_now(tensors, tuple(specs), sizes=given, op=op, out=None, tag=tag)
 
 
@@ -98,20 +104,27 @@ def _exchange_into(
     tag: str,
     out: list[Tensor],
 ) -> None:
-    given = _unflatten(names, sizes)
+    given = unflatten(names, sizes)
     _communicator(communicator).exchange_now(tensors, tuple(specs), sizes=given, op=op, out=out, tag=tag)
+
+
+def fake_outputs(
+    tensors: Sequence[Tensor], specs: Sequence[str], given: Sizes, *, rank: int, ranks: int
+) -> list[Tensor]:
+    """Tensors of the shapes and dtypes that an exchange returns, for fake tensors: lengths may be symbols."""
+    outs = []
+    for x, text in zip(tensors, specs, strict=True):
+        spec = Spec.parse(text)
+        mine = {name: size for name, size in given.items() if name in spec.left.segments}
+        outs.append(x.new_empty(output_shape(spec, x.shape, rank, ranks, mine)))
+    return outs
 
 
 def _fake_exchange(
     communicator: int, tensors: list[Tensor], specs: list[str], names: list[str], sizes: list[int], op: Op, tag: str
 ) -> list[Tensor]:
-    live, given = _communicator(communicator), _unflatten(names, sizes)
-    outs = []
-    for x, text in zip(tensors, specs, strict=True):
-        spec = Spec.parse(text)
-        mine = {name: size for name, size in given.items() if name in spec.left.segments}
-        outs.append(x.new_empty(output_shape(spec, x.shape, live.rank, live.ranks, mine)))
-    return outs
+    live = _communicator(communicator)
+    return fake_outputs(tensors, specs, unflatten(names, sizes), rank=live.rank, ranks=live.ranks)
 
 
 def _fake_exchange_into(*_: object) -> None:

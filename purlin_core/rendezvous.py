@@ -73,6 +73,11 @@ class LocalRendezvous:
         self.sharing, self.fused = meeting.sharing, meeting.fused
         self._meeting = meeting
 
+    @property
+    def world(self) -> Meeting:
+        """The same object for all ranks."""
+        return self._meeting
+
     def gather(self, value: Any, *, timeout: float) -> list[Any]:
         meeting = self._meeting
         meeting.values[self.rank] = value

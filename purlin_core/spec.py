@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from purlin_core.errors import ShapeError, SpecError
 
@@ -197,12 +197,12 @@ class _Lengths:
 
     def given(self, name: str) -> int:
         """Whole length of a name that has sizes."""
-        size = self.sizes[name]
-        rows = (size,) if isinstance(size, int) else tuple(size)
+        size: Any = self.sizes[name]
+        rows = tuple(size) if _is_rows(size) else (size,)
         argument, cure = f"sizes[{name!r}]", "A rank without rows has 0."
         if any(count < 0 for count in rows):
             raise self.error("needs row counts of 0 or more", str(size), cure, argument)
-        if not isinstance(size, int) and len(rows) != self.ranks:
+        if _is_rows(size) and len(rows) != self.ranks:
             raise self.error(f"needs a row count for each of {self.ranks} ranks", f"{list(rows)}", cure, argument)
         return sum(rows)
 
@@ -224,8 +224,8 @@ class _Lengths:
         return self.shards(segment.name, whole)[self.rank] if segment.sharded else whole
 
     def shards(self, name: str, whole: int) -> tuple[int, ...]:
-        size = self.sizes.get(name)
-        if size is not None and not isinstance(size, int):
+        size: Any = self.sizes.get(name)
+        if size is not None and _is_rows(size):
             return tuple(size)
         rows, left_over = whole // self.ranks, whole % self.ranks
         if left_over:
@@ -236,6 +236,11 @@ class _Lengths:
 
     def error(self, needed: str, came: str, cure: str, argument: str = "") -> ShapeError:
         return ShapeError(f'{self.call} "{self.spec}": `{argument or self.argument}` {needed}; got {came}. {cure}')
+
+
+def _is_rows(size: Any) -> bool:
+    """Whether a name's sizes are counts a rank, and not its whole length, which is a symbol of no Python type while torch.compile traces."""
+    return hasattr(size, "__len__") or not hasattr(size, "__index__")
 
 
 _DIM = re.compile(r"\((?P<group>[^()]*)\)|(?P<stray>[()])|(?P<single>[^\s()]+)")

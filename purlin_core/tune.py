@@ -24,10 +24,12 @@ RULES = 1  # of choose(); ranks whose rules differ refuse each other
 # Up to here a message goes as packets on the CPU: a line at a time costs more than memcpy, and saves the notify.
 CPU_PACKET_BYTES = 512
 # On a GPU a packet moves its payload twice, and saves the fence and the notify.
-CUDA_PACKET_BYTES = 512 * KIB
+CUDA_PACKET_BYTES = MIB
+GRANTED_PACKET_BYTES = 512 * KIB  # beyond, a copy that may be direct is faster so
 # What a team is given before there is another one.
 PACKET_TEAM_BYTES, CHUNK_TEAM_BYTES = 4 * KIB, 16 * KIB
 
+PACKET_SLOTS = 4  # as in csrc/purlin/channel.hpp
 CUDA_SLOT_BYTES = 64 * KIB  # large: what a chunk costs beside its bytes is a microsecond
 CUDA_INBOX_BYTES = 64 * MIB  # ring slots and packet windows of a communicator, at most
 TABLES = Path(__file__).with_name("tables")
@@ -76,18 +78,18 @@ def cpu_scratch(ranks: int, *, teams: int = 1) -> Scratch:
         teams=teams,
         slots=8 if ranks <= 6 else 4,
         slot_bytes=max(16 << 10, (256 << 10) // teams // 16 * 16),
-        window_bytes=_window_bytes(ranks, teams),
+        window_bytes=_window_bytes(ranks, teams, 512 * KIB),
         packet_bytes=CPU_PACKET_BYTES,
     )
 
 
 def cuda_scratch(ranks: int) -> Scratch:
-    """Sizes for a GPU: at most 64 MiB at any rank count, 19 MiB at 2 ranks.
+    """Sizes for a GPU: at most 64 MiB at any rank count, 24 MiB at 2 ranks.
 
-    32 teams, 16 above 8 ranks; 4 slots of 64 KiB, smaller where they would not fit; windows as on the CPU.
+    32 teams, 16 above 8 ranks; 4 slots of 64 KiB, smaller where they would not fit; packets max(teams x 4 KiB, 1 MiB / (ranks - 1)) a pair.
     """
     teams, slots = most_teams(ranks), 4
-    windows = _window_bytes(ranks, teams)
+    windows = _window_bytes(ranks, teams, CUDA_PACKET_BYTES)
     slot_bytes = CUDA_SLOT_BYTES
     while slot_bytes > 4 * KIB and _cuda_inbox_bytes(ranks, teams, slots, slot_bytes, windows) > CUDA_INBOX_BYTES:
         slot_bytes -= 4 * KIB
@@ -99,15 +101,16 @@ def most_teams(ranks: int) -> int:
     return 32 if ranks <= 8 else 16
 
 
-def _window_bytes(ranks: int, teams: int) -> int:
-    pair = max(teams * 4096, (512 << 10) // max(ranks - 1, 1))
+def _window_bytes(ranks: int, teams: int, all_bytes: int) -> int:
+    """Of one team of one pair, when the packets of all peers together have `all_bytes`."""
+    pair = max(teams * 4096, all_bytes // max(ranks - 1, 1))
     return -(-pair // teams // WIRE_ALIGN) * WIRE_ALIGN
 
 
 def _cuda_inbox_bytes(ranks: int, teams: int, slots: int, slot_bytes: int, window_bytes: int) -> int:
-    """What csrc/purlin/channel.hpp lays out: two rings, three windows whose lines are half tags, words and paddings."""
+    """What csrc/purlin/channel.hpp lays out: two rings, four windows whose lines are half tags, words and paddings."""
     words = 128 * -(-slots // 8) + 256
-    channel = 2 * slots * slot_bytes + 3 * 2 * window_bytes + words
+    channel = 2 * slots * slot_bytes + PACKET_SLOTS * 2 * window_bytes + words
     return (ranks - 1) * teams * channel + 64 * KIB
 
 
@@ -236,6 +239,8 @@ def _by_rule(kind: Kind, scratch: Scratch, largest: int, granted: bool, name: st
     packets = scratch.most_packet_bytes
     if name == "all_reduce":  # in one exchange every rank sends all it has to every other
         packets //= max(ranks - 1, 1)
+    if granted and kind is Kind.COPY:
+        packets = min(packets, GRANTED_PACKET_BYTES)
     if kind is not Kind.ALL_REDUCE and largest <= packets:
         share = min(PACKET_TEAM_BYTES, scratch.window_bytes)
         why = f"rule: no message is larger than {packets} bytes"

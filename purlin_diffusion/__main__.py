@@ -13,6 +13,7 @@ SUMMARIES = {
     "generate": "draw a picture on several ranks and say what ran",
     "latency": "time one rank against several, and purlin against what one could pick instead",
     "compare": "say in one screen whether it is worth using on this machine",
+    "lint": "find what in a model would forbid CUDA graphs, without a GPU",
     "doctor": "say what this machine can do, and the cure for each no",
 }
 

@@ -13,6 +13,7 @@ AttentionMode = Literal["auto", "gather_kv", "ulysses", "ring"]
 PatchMode = Literal["exact", "displaced"]
 Place = Literal["all", "root"]
 Backend = Literal["auto", "purlin", "torch"]
+Graph = bool | Literal["auto"]
 
 BUILT_ATTENTION = ("gather_kv", "ulysses")
 MAX_TIMEOUT = 1_000_000  # eleven days: gloo counts milliseconds in 31 bits
@@ -35,7 +36,10 @@ class ParallelConfig:
 
     cfg, sequence, tensor, patch: ranks along each axis; None chooses.
     attention: how sharded tokens meet at an attention. `gather_kv` moves keys and values once; `ulysses` moves tokens to heads and back.
-    patch_mode, warmup_steps: for UNets in patch mode. vae: decode on all ranks. graph: CUDA graphs.
+    patch_mode, warmup_steps: for UNets in patch mode. vae: the VAE's decode, too, is made faster: under a graph.
+    graph: CUDA graphs of the denoiser and of the VAE's decode: from the second call of a shape on a recording is replayed. "auto": where that can
+    be; True: an error where it cannot. graph_keys: shapes kept at a time, the one used longest ago goes. graph_memory: what all recordings may hold,
+    as a share of the GPU's memory that was free before the first.
     text: which ranks hold the text encoders. gather: which ranks get the output.
     backend: who carries the exchanges. timeout: seconds a rank waits for another.
 
@@ -50,7 +54,9 @@ class ParallelConfig:
     patch_mode: PatchMode = "exact"
     warmup_steps: int = 4
     vae: bool = True
-    graph: bool | Literal["auto"] = "auto"
+    graph: Graph = "auto"
+    graph_keys: int = 4
+    graph_memory: float = 0.5
     text: Place = "all"
     gather: Place = "all"
     backend: Backend = "auto"
@@ -68,6 +74,10 @@ class ParallelConfig:
         _check_word("vae", self.vae, (True, False))
         if not _is_count(self.warmup_steps, 0):
             raise _error("warmup_steps", "a count of steps, 0 or more", self.warmup_steps, "The default is 4.")
+        if not _is_count(self.graph_keys, 1):
+            raise _error("graph_keys", "a count of shapes, 1 or more", self.graph_keys, "The default is 4.")
+        if not _is_number(self.graph_memory) or not 0 < self.graph_memory <= 1:
+            raise _error("graph_memory", "a share, more than 0 and at most 1", self.graph_memory, "The default is 0.5.")
         if not _is_number(self.timeout) or not 0 < self.timeout <= MAX_TIMEOUT:
             raise _error(
                 "timeout", f"seconds, more than 0 and at most {MAX_TIMEOUT:,}", self.timeout, "The default is 300."
@@ -96,8 +106,6 @@ def _refuse_unbuilt(config: ParallelConfig) -> None:
             )
     if config.attention == "ring":
         raise _unbuilt('attention="ring"', "attention=" + ", ".join(map(repr, BUILT_ATTENTION)))
-    if config.graph is True:
-        raise _unbuilt("graph=True", 'graph="auto" or False, which both run eagerly')
     if config.gather == "root":
         raise _unbuilt('gather="root"', 'gather="all"')
     if config.patch_mode == "displaced":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from purlin_diffusion.graph.counts import GraphCounts
 
 
 @dataclass(frozen=True)
@@ -11,10 +13,11 @@ class Counters:
     """What one rank has done: root calls, and the tokens of each segment it computed.
 
     Over all ranks the tokens of a segment sum to its lengths in all calls, and to `ranks` times those lengths in calls where it stayed whole on every
-    rank; `kept` counts the tokens of such calls alone.
+    rank; `kept` counts the tokens of such calls alone. `graphs`: how much of it was done by CUDA graphs.
     """
 
     rank: int
     calls: int
     tokens: Mapping[str, int]
     kept: Mapping[str, int]
+    graphs: GraphCounts = field(default_factory=GraphCounts)

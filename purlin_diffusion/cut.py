@@ -12,6 +12,7 @@ from torch import Tensor
 from purlin_core.errors import ShapeError
 from purlin_core.spec import Dim, Layout
 from purlin_diffusion.carrier import Carrier
+from purlin_diffusion.compiled import exchange
 from purlin_diffusion.entry import REST, Cut, Entry, Keys
 from purlin_diffusion.segments import Division
 from purlin_diffusion.tree import map_tensors
@@ -82,7 +83,7 @@ class Cutter:
     def _cut(self, x: Tensor, form: Layout, where: str) -> Tensor:
         dim = form.sharded_dim
         assert dim is not None, "entry.py lets no other through"
-        self._measure(form.dims[dim], x.shape[dim])
+        self._measure(form.dims[dim], x.shape[dim], x.device)
         stretches = self._stretches(form.dims[dim], x.shape[dim])
         tokens = sum(piece.tokens for piece in stretches)
         if x.shape[dim] == tokens:
@@ -94,12 +95,12 @@ class Cutter:
             f" got shape {tuple(x.shape)}. Pass it for all tokens of this call."
         )
 
-    def _measure(self, dim: Dim, tokens: int) -> None:
+    def _measure(self, dim: Dim, tokens: int, device: torch.device) -> None:
         """The one segment of `dim` that is not measured yet has what the others leave."""
         unknown = [name for name in dim.names if name != REST and not self.division.knows(name)]
         if len(unknown) == 1 and REST not in dim.names:
             known = sum(self.division.total(name) for name in dim.names if name != unknown[0])
-            self.division.measure(unknown[0], tokens - known)
+            self.division.measure(unknown[0], tokens - known, device)
 
     def _stretches(self, dim: Dim, tokens: int) -> list[Stretch]:
         pieces = {name: stretch(self.division, name, self.rank) for name in dim.names if name != REST}
@@ -111,13 +112,13 @@ def whole(x: Tensor, form: Layout, division: Division, carrier: Carrier) -> Tens
     """All ranks' shares of `x`, which is cut as `form` says, put together on every rank. Raises ShapeError."""
     dim = form.sharded_dim
     assert dim is not None, "entry.py lets no other through"
-    if division.ranks == 1 or not any(name in division.shares for name in form.dims[dim].names):
+    if division.ranks == 1 or not any(division.is_sharded(name) for name in form.dims[dim].names):
         return x
     left = " ".join(dim_text(each.names, division) for each in form.dims)
-    return carrier.exchange([x], [f"{left} -> {left.replace('@', '')}"], sizes=division.sizes(form.dims[dim].names))[0]
+    return exchange(carrier, [x], [f"{left} -> {left.replace('@', '')}"], division.sizes(form.dims[dim].names))[0]
 
 
 def dim_text(names: Sequence[str], division: Division) -> str:
     """How a spec writes a dim of these names: the segments that are cut in this forward get their `@`."""
-    text = " ".join(name + "@" * (name in division.shares) for name in names)
+    text = " ".join(name + "@" * division.is_sharded(name) for name in names)
     return f"({text})" if len(names) > 1 else text

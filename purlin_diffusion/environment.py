@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
+
+
+def node() -> str:
+    """The machine that this process is on, as its launcher counts machines: torchrun and accelerate number theirs."""
+    number = os.environ.get("GROUP_RANK")
+    return platform.node() if number is None else f"{platform.node()} (node {number})"
 
 
 def launched_ranks() -> int | None:

@@ -11,6 +11,7 @@ from purlin_diffusion.config import ParallelConfig
 from purlin_diffusion.counters import Counters
 
 if TYPE_CHECKING:
+    from purlin_diffusion.graph.decoding import Decoding
     from purlin_diffusion.session import Session
 
 
@@ -23,6 +24,7 @@ class Handle:
     def __init__(self, sessions: Sequence[Session], config: ParallelConfig, at_undo: Callable[[], None]) -> None:
         self._sessions, self._config, self._at_undo = tuple(sessions), config, at_undo
         self._undone = False
+        self.decoding: Decoding | None = None  # of the VAE, where that is ours
 
     @property
     def sessions(self) -> tuple[Session, ...]:
@@ -54,15 +56,20 @@ class Handle:
         return tuple(counters for session in self._sessions for counters in session.counters())
 
     @property
+    def graphs_off(self) -> str:
+        """Why the denoiser has no CUDA graphs; empty where it may have. What became of each call `counters` says."""
+        return self._sessions[0].graphs_off
+
+    @property
     def stats(self) -> tuple[Any, ...]:
-        """What each rank of this process has exchanged so far, denoiser by denoiser: calls, sent_bytes, received_bytes."""
+        """What each rank of this process has exchanged so far, denoiser by denoiser: calls, sent_bytes, received_bytes. Replays are not seen."""
         return tuple(carrier.stats() for session in self._sessions for carrier in session.carriers)
 
     def explain(self) -> str:
         """Route, plan, layouts, tokens a rank, exchanges and bytes a step, as text."""
         from purlin_diffusion.report import explain
 
-        return "\n\n".join(explain(session, self._config) for session in self._sessions)
+        return "\n\n".join(explain(session, self._config, self.decoding) for session in self._sessions)
 
     def on_all(self, fn: Callable[[nn.Module], Any]) -> list[Any]:
         """fn(model) on the denoiser of this process, so that all ranks have its effect; under a launcher every rank calls it. Returns what fn did.
@@ -75,6 +82,8 @@ class Handle:
         """Give the model back as it was, bit for bit, and end the ranks of this process. Does nothing the second time."""
         if not self._undone:
             self._undone = True
+            if self.decoding is not None:
+                self.decoding.close()
             for session in self._sessions:
                 session.close()
             self._at_undo()

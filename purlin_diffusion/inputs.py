@@ -32,15 +32,19 @@ class Carriers:
     host: Carrier
 
 
-def from_root(arguments: Mapping[str, Any], carriers: Carriers) -> dict[str, Any]:
-    """`arguments` with every tensor the root's. Collective. Raises InputsDifferError, on every rank, when their structures differ."""
+def from_root(arguments: Mapping[str, Any], carriers: Carriers, word: int = 0) -> tuple[dict[str, Any], list[int]]:
+    """`arguments` with every tensor the root's, and the `word` (0 to 255) of every rank. Collective.
+
+    Raises InputsDifferError, on every rank, when their structures differ.
+    """
     if carriers.device.ranks == 1:
-        return dict(arguments)
-    agree(describe(arguments), carriers.host)
+        return dict(arguments), [word]
+    words = agree(describe(arguments), carriers.host, word)
     mine = [value for _, value in leaves(arguments) if isinstance(value, Tensor)]
     theirs = iter(_broadcast([x for x in mine if x.device.type != "cpu"], carriers.device))
     theirs_host = iter(_broadcast([x for x in mine if x.device.type == "cpu"], carriers.host))
-    return dict(map_tensors(dict(arguments), lambda x: next(theirs_host if x.device.type == "cpu" else theirs)))
+    got = map_tensors(dict(arguments), lambda x: next(theirs_host if x.device.type == "cpu" else theirs))
+    return dict(got), words
 
 
 def describe(arguments: Mapping[str, Any]) -> list[str]:
@@ -48,13 +52,15 @@ def describe(arguments: Mapping[str, Any]) -> list[str]:
     return [f"{path}: {_describe(value)}" for path, value in leaves(arguments)]
 
 
-def agree(lines: list[str], host: Carrier) -> None:
-    """Raise InputsDifferError on every rank unless `lines` are alike on all. Collective."""
+def agree(lines: list[str], host: Carrier, word: int = 0) -> list[int]:
+    """The `word` (0 to 255) of every rank. Raises InputsDifferError on every rank unless `lines` are alike on all. Collective."""
     text = "\n".join(lines).encode()
-    digest = torch.frombuffer(bytearray(hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()), dtype=torch.uint8)
-    digests = host.exchange([digest], ["n@ -> n"])[0].view(host.ranks, DIGEST_BYTES)
+    said = hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest() + bytes([word])
+    packet = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    packets = host.exchange([packet], ["n@ -> n"])[0].view(host.ranks, len(said))
+    digests, words = packets[:, :DIGEST_BYTES], packets[:, DIGEST_BYTES]
     if bool((digests == digests[0]).all()):
-        return
+        return [int(each) for each in words]
     texts = _gather_texts(text, host)
     other = next(rank for rank in range(1, host.ranks) if texts[rank] != texts[0])
     raise InputsDifferError(_difference(texts[0].split("\n"), texts[other].split("\n"), other))
@@ -66,6 +72,11 @@ def _describe(value: Any) -> str:
     if isinstance(value, _PLAIN) or (isinstance(value, (list, tuple, Mapping)) and not value):
         return repr(value)
     return type(value).__name__
+
+
+def tell(text: str, host: Carrier) -> list[str]:
+    """The text of every rank. Collective."""
+    return _gather_texts(text.encode(), host)
 
 
 def _gather_texts(text: bytes, host: Carrier) -> list[str]:

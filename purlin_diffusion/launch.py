@@ -69,18 +69,27 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
 
 
 def _work(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    main = sys.modules["__main__"]
     try:
         work = pickle.dumps((fn, tuple(args)))
-        if getattr(fn, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
-            raise LaunchError("its module, __main__, is a notebook or a prompt")
+        if problem := _out_of_reach(fn):
+            raise LaunchError(problem)
         return work
     except Exception as error:
         name = getattr(fn, "__qualname__", repr(fn))
         raise LaunchError(
-            f"launch: `fn` and its arguments need to be importable by a new process; got {name} ({error})."
-            " Write the function at the top level of a module and import it; or stay in this process: parallelize(pipe, devices=n)."
+            f"launch: `fn` and its arguments need to be importable by a new process; got {name} ({error}). {rank_process.CURE}"
         ) from error
+
+
+def _out_of_reach(fn: Callable[..., Any]) -> str:
+    """Why a new process, which runs this program's file again before it looks for `fn`, would not come that far; empty where it would."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None:
+        return "its module, __main__, is a notebook or a prompt" * (getattr(fn, "__module__", "") == "__main__")
+    if getattr(main, "__spec__", None) is None and not Path(file).is_file():
+        return f"this program is no file, but {file}"
+    return ""
 
 
 def _start(rank: int, ranks: int, work: bytes, store: Path) -> _Started:
@@ -143,6 +152,8 @@ def _failure(started: Sequence[_Started]) -> RankError | LaunchError | None:
     where = f"rank {each.rank} of {len(started)}"
     if said.code is not None or not said.text:
         return LaunchError(f"launch: {where} {_ending(said.code)} without a word. What it printed may say why.")
+    if said.unfound:
+        return LaunchError(f"launch: {where} {said.text}")
     failure = RankError(f"launch: {where}: {said.text}\n\n{said.trace}", each.rank)
     failure.__cause__ = said.exception()
     return failure

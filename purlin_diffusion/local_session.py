@@ -7,7 +7,7 @@ surfaces in the caller, and what a scheduler does with the output afterwards mee
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -20,13 +20,17 @@ from purlin_diffusion.carrier import Carrier
 from purlin_diffusion.config import ParallelConfig
 from purlin_diffusion.counters import Counters
 from purlin_diffusion.errors import RankError
+from purlin_diffusion.graph.key import Key
+from purlin_diffusion.graph.policy import Graphs, of_plan, of_threads
+from purlin_diffusion.graph.store import Wish, one_line
+from purlin_diffusion.local_graphs import LocalGraphs, RootCall, Start
 from purlin_diffusion.local_rank import LocalRank
 from purlin_diffusion.plan import Plan
 from purlin_diffusion.replica import fingerprint
 from purlin_diffusion.route import Opened, Route, open_local
 from purlin_diffusion.session import refuse_gradients, settle
 from purlin_diffusion.sharded import ShardedModel
-from purlin_diffusion.workers import Ambience, intra_op_threads, same_threads
+from purlin_diffusion.workers import Ambience, intra_op_threads, same_kernels, same_threads
 
 END_SECONDS = 10.0  # how long ranks may take to notice that another has left
 
@@ -35,19 +39,31 @@ class LocalSession:
     """One parallel model and its ranks."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, mode: str, config: ParallelConfig, devices: Sequence[torch.device]
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mode: str,
+        config: ParallelConfig,
+        devices: Sequence[torch.device],
+        graphs: Graphs,
+        off: str = "",
     ) -> None:
+        """`off`: why there may be no CUDA graphs, beside what the plan and the route say."""
         self.rank, self.ranks = 0, len(devices)
         self._plan, self._mode, self._config, self._devices = plan, mode, config, devices
         self._lock = threading.RLock()
         self._closed = False
+        self._started: Sequence[Future[Any]] = ()  # what workers do in this root call
         self._threads = max(1, torch.get_num_threads() // len(devices)) if devices[0].type == "cpu" else None
         self.route, world = self._open(config.backend)
         self._world: Opened | None = world
+        self._graphs = LocalGraphs(graphs, devices, "nothing yet", config.timeout)  # until all is well
         self._workers = [LocalRank(rank, devices[0], device) for rank, device in enumerate(devices) if rank > 0]
         try:
             self._root = ShardedModel(model, plan, world.carriers[0], mode, around=self._call)
             self._seen: Hashable = None
+            reasons = (of_plan(plan), of_threads(self.route.backend, len(devices)), off)
+            self._graphs = LocalGraphs(graphs, devices, graphs.off(devices[0], *reasons), config.timeout)
             self._follow()
         except BaseException:
             self.close()
@@ -62,13 +78,20 @@ class LocalSession:
         return self._root
 
     def counters(self) -> tuple[Counters, ...]:
-        return (self._root.counters(), *(worker.sharded.counters() for worker in self._workers))
+        ranks = (self._root, *(worker.sharded for worker in self._workers))
+        return tuple(sharded.counters(self._graphs.counts(rank)) for rank, sharded in enumerate(ranks))
+
+    @property
+    def graphs_off(self) -> str:
+        """Why there are no CUDA graphs; empty where there may be."""
+        return self._graphs.off
 
     def on_all(self, fn: Callable[[nn.Module], Any]) -> Any:
         """fn(model), then replicas that have followed whatever it did."""
         with self._lock:
             result = fn(self._root.model)
             self._seen = None
+            self._graphs.forget()  # what it did may be seen from nowhere
             self._follow()
             return result
 
@@ -87,39 +110,77 @@ class LocalSession:
     # One root call
 
     def _call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._lock, intra_op_threads(self._threads):
+        with self._lock, intra_op_threads(self._threads), same_kernels():
             refuse_gradients(self._root.model)
             arguments = bind(self._root.model, args, kwargs)
             if self._world is None:
                 self._reopen()
             self._root.doors.anchor()
             self._follow()
-            # What is wrong with the arguments is raised here, before any rank has begun.
-            share = self._root.cut(arguments)
-            return self._run(forward, share, arguments)
+            call = RootCall(forward, arguments, Ambience.here(), self._threads)
+            key, due = self._graphs.look(self._root, arguments, self._seen if self._workers else None)
+            if due is Wish.CAPTURE and key is not None:
+                due, why = self._record(key, call)
+            else:
+                why = ""
+            if due is Wish.REPLAY and key is not None:
+                return self._graphs.replay(key, call, self._run)
+            output = self._run_eagerly(call)
+            if why:
+                self._graphs.failed(key, why)
+            else:
+                self._graphs.ran(key)
+            return output
 
-    def _run(self, forward: Callable[..., Any], share: dict[str, Any], arguments: Mapping[str, Any]) -> Any:
-        ambience = Ambience.here()
-        started = [worker.start(arguments, ambience, self._threads) for worker in self._workers]
+    def _run_eagerly(self, call: RootCall) -> Any:
+        # What is wrong with the arguments is raised here, before any rank has begun.
+        share = self._root.cut(call.arguments)
+        return self._run(
+            lambda worker: worker.start(call.arguments, call.ambience, call.threads),
+            lambda: self._root.run(call.forward, share),
+        )
+
+    def _record(self, key: Key, call: RootCall) -> tuple[Wish, str]:
+        """Record a call: whether it is to be replayed or run eagerly now, and why it could not be recorded."""
+        try:
+            kept = self._graphs.record(key, call, self._attempt, self._root, self._workers)
+            return (Wish.REPLAY if kept else Wish.EAGER), ""
+        except Exception as error:
+            self._break_off()
+            self._reopen()
+            return Wish.EAGER, one_line(error)
+        except BaseException:
+            self._break_off()
+            raise
+
+    def _run(self, start: Start, mine: Callable[[], Any], *, workers: bool = True) -> Any:
+        """A part of a root call that all ranks do, see Run. After a failure the next call has new carriers."""
+        try:
+            return self._attempt(start, mine, workers=workers)
+        except BaseException:
+            self._break_off()
+            raise
+
+    def _attempt(self, start: Start, mine: Callable[[], Any], *, workers: bool = True) -> Any:
+        self._started = [start(worker) for worker in self._workers] if workers else []
         try:
             with self._root.carrier.guard():
-                output = self._root.run(forward, share)
-            failed = self._first_failure(started, self._config.timeout)
+                output = mine()
+            failed = self._first_failure(self._config.timeout)
             if failed is None:
                 settle(self._root.carrier, self._devices[0])
         except BaseException as error:
-            failed = self._first_failure(started, END_SECONDS)
-            self._break_off(started)
+            failed = self._first_failure(END_SECONDS)
             if failed is not None and isinstance(error, PeerError) and not isinstance(failed.__cause__, PeerError):
                 raise failed from failed.__cause__  # the root has met its echo
             raise
         if failed is not None:
-            self._break_off(started)
             raise failed from failed.__cause__
         return output
 
-    def _first_failure(self, started: Sequence[Future[Any]], seconds: float) -> RankError | None:
+    def _first_failure(self, seconds: float) -> RankError | None:
         """The exception of a worker, told with its rank: one that is not the echo of another rank's, if there is one. Waits `seconds` for all."""
+        started = self._started
         done, late = wait(started, timeout=seconds)
         errors = {rank: future.exception() for rank, future in enumerate(started, start=1) if future in done}
         own = [(rank, error) for rank, error in errors.items() if error is not None]
@@ -138,12 +199,13 @@ class LocalSession:
             )
         return None
 
-    def _break_off(self, started: Sequence[Future[Any]]) -> None:
+    def _break_off(self) -> None:
         """After a failure: new carriers at the next call, and new threads for those that are stuck."""
         self._close_world()
-        for worker, future in zip(self._workers, started, strict=True):
+        for rank, future in enumerate(self._started):
             if not future.done():
-                worker.replace_thread()
+                self._workers[rank].replace_thread()
+        self._started = ()
 
     # Ranks that follow
 
@@ -152,6 +214,7 @@ class LocalSession:
             return open_local(self._config, self._devices, backend=backend)
 
     def _close_world(self) -> None:
+        self._graphs.forget()  # replays end before their carriers close
         if self._world is not None:
             with same_threads():
                 self._world.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,13 +15,15 @@ from torch import nn
 from purlin_diffusion.carrier import Carrier
 from purlin_diffusion.config import ParallelConfig
 from purlin_diffusion.errors import ConfigError, NotBuiltError
+from purlin_diffusion.graph.decoding import decoding_of
+from purlin_diffusion.graph.policy import Graphs, of_communicator, of_compile
 from purlin_diffusion.group_session import GroupSession
 from purlin_diffusion.handle import Handle
 from purlin_diffusion.host_carrier import HostCarrier
 from purlin_diffusion.inputs import Carriers
 from purlin_diffusion.local_session import LocalSession
 from purlin_diffusion.paths import modules_at
-from purlin_diffusion.placement import check_free, denoisers, device_of, local_devices, processes
+from purlin_diffusion.placement import check_free, denoisers, device_of, local_devices, processes, uncompiled
 from purlin_diffusion.plan import Plan
 from purlin_diffusion.registry import plan_of
 from purlin_diffusion.route import Route, announce, open_group
@@ -34,24 +38,39 @@ def open_handle(
     config: ParallelConfig,
     devices: int | Sequence[torch.device | str] | None,
     communicator: Carrier | None,
+    *,
+    graphs: Graphs | None = None,
 ) -> Handle:
-    """What parallelize() does."""
+    """What parallelize() does. `graphs`: a test's, which need no GPU."""
     if devices is not None and communicator is not None:
         raise ConfigError(
             "parallelize: needs `devices` (threads of this process) or `communicator` (ranks that are there); got both."
         )
-    models = denoisers(pipe_or_model)
+    graphs = Graphs(config) if graphs is None else graphs
+    given = denoisers(pipe_or_model)
+    models = [uncompiled(model) for model in given]
     plans = [_plan(pipe_or_model, model) for model in models]
+    asked = _Asked(models, plans, config, graphs, of_compile(*given))
+    with ExitStack() as opened:
+        handle = _opened(asked, devices, communicator)
+        opened.callback(handle.undo)
+        handle.decoding = decoding_of(pipe_or_model, config, graphs)
+        opened.pop_all()
+    announce(handle.sessions[0].route, handle.graphs_off, rank=handle.rank)
+    return handle
+
+
+def _opened(asked: _Asked, devices: int | Sequence[torch.device | str] | None, communicator: Carrier | None) -> Handle:
     if communicator is not None:
-        return _with_communicator(models, plans, config, communicator)
+        return _with_communicator(asked, communicator)
     launched = processes() > 1
     if launched and devices is not None:
         raise ConfigError(
             "parallelize: `devices` is for one process, and a launcher started several. Leave it out: each process holds one rank."
         )
     if launched:
-        return _with_processes(models, plans, config)
-    return _with_threads(models, plans, config, 1 if devices is None else devices)
+        return _with_processes(asked)
+    return _with_threads(asked, 1 if devices is None else devices)
 
 
 def _plan(pipe_or_model: Any, model: nn.Module) -> Plan:
@@ -59,6 +78,22 @@ def _plan(pipe_or_model: Any, model: nn.Module) -> Plan:
     plan = plan_of(model)
     validate(plan, model)
     return plan
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The denoisers to open, and how. `off`: what on them forbids CUDA graphs of ours."""
+
+    models: Sequence[nn.Module]
+    plans: Sequence[Plan]
+    config: ParallelConfig
+    graphs: Graphs
+    off: str
+
+    def parts(self, ranks: Sequence[int]) -> Iterator[tuple[nn.Module, Plan, str]]:
+        """Each denoiser, its plan, and how its tokens meet on that many ranks."""
+        for model, plan, count in zip(self.models, self.plans, ranks, strict=True):
+            yield model, plan, _mode(model, plan, self.config, count)
 
 
 def _mode(model: nn.Module, plan: Plan, config: ParallelConfig, ranks: int) -> str:
@@ -69,39 +104,34 @@ def _mode(model: nn.Module, plan: Plan, config: ParallelConfig, ranks: int) -> s
     return "ulysses" if ranks >= ULYSSES_RANKS and all(count % ranks == 0 for count in heads) else "gather_kv"
 
 
-def _with_threads(
-    models: Sequence[nn.Module],
-    plans: Sequence[Plan],
-    config: ParallelConfig,
-    devices: int | Sequence[torch.device | str],
-) -> Handle:
-    places = [local_devices(model, devices) for model in models]
-    modes = [_mode(model, plan, config, len(place)) for model, plan, place in zip(models, plans, places, strict=True)]
-    parts = zip(models, plans, modes, places, strict=True)
-    sessions = _open(partial(LocalSession, model, plan, mode, config, place) for model, plan, mode, place in parts)
-    return _announced(sessions, config, at_undo=_nothing)
+def _with_threads(asked: _Asked, devices: int | Sequence[torch.device | str]) -> Handle:
+    places = [local_devices(model, devices) for model in asked.models]
+    parts = list(asked.parts([len(place) for place in places]))
+    sessions = _open(
+        partial(LocalSession, model, plan, mode, asked.config, place, asked.graphs, asked.off)
+        for (model, plan, mode), place in zip(parts, places, strict=True)
+    )
+    return Handle(sessions, asked.config, at_undo=_nothing)
 
 
-def _with_processes(models: Sequence[nn.Module], plans: Sequence[Plan], config: ParallelConfig) -> Handle:
-    _refuse_for_processes(config)
-    device = device_of(models[0])
-    modes = [_mode(model, plan, config, processes()) for model, plan in zip(models, plans, strict=True)]
+def _with_processes(asked: _Asked) -> Handle:
+    _refuse_for_processes(asked.config)
+    device = device_of(asked.models[0])
+    parts = list(asked.parts([processes()] * len(asked.models)))
     ours = not dist.is_initialized()
     if ours:
         dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
 
     def join(model: nn.Module, plan: Plan, mode: str) -> Session:
-        route, carriers = open_group(config, None, device)
-        return GroupSession(model, plan, mode, carriers, route, owned=True)
+        route, carriers = open_group(asked.config, None, device)
+        return GroupSession(model, plan, mode, carriers, route, owned=True, graphs=asked.graphs, off=asked.off)
 
-    sessions = _open(partial(join, model, plan, mode) for model, plan, mode in zip(models, plans, modes, strict=True))
-    return _announced(sessions, config, at_undo=dist.destroy_process_group if ours else _nothing)
+    sessions = _open(partial(join, *part) for part in parts)
+    return Handle(sessions, asked.config, at_undo=dist.destroy_process_group if ours else _nothing)
 
 
-def _with_communicator(
-    models: Sequence[nn.Module], plans: Sequence[Plan], config: ParallelConfig, communicator: Carrier
-) -> Handle:
-    _refuse_for_processes(config)
+def _with_communicator(asked: _Asked, communicator: Carrier) -> Handle:
+    _refuse_for_processes(asked.config)
     if not isinstance(communicator, Carrier):
         raise ConfigError(
             f"parallelize: `communicator` needs a purlin_core Communicator; got {type(communicator).__name__}."
@@ -110,12 +140,12 @@ def _with_communicator(
     host = communicator if device.type == "cpu" else HostCarrier(communicator, device)
     route = Route(type(communicator).__name__, f"the caller's own, rank {communicator.rank} of {communicator.ranks}")
     carriers = Carriers(device=communicator, host=host)
-    modes = [_mode(model, plan, config, communicator.ranks) for model, plan in zip(models, plans, strict=True)]
-    parts = zip(models, plans, modes, strict=True)
+    off = asked.off or of_communicator(communicator)
     sessions = _open(
-        partial(GroupSession, model, plan, mode, carriers, route, owned=False) for model, plan, mode in parts
+        partial(GroupSession, model, plan, mode, carriers, route, owned=False, graphs=asked.graphs, off=off)
+        for model, plan, mode in list(asked.parts([communicator.ranks] * len(asked.models)))
     )
-    return _announced(sessions, config, at_undo=_nothing)
+    return Handle(sessions, asked.config, at_undo=_nothing)
 
 
 def _open(makers: Iterable[Callable[[], Session]]) -> list[Session]:
@@ -129,11 +159,6 @@ def _open(makers: Iterable[Callable[[], Session]]) -> list[Session]:
             session.close()
         raise
     return sessions
-
-
-def _announced(sessions: Sequence[Session], config: ParallelConfig, at_undo: Callable[[], None]) -> Handle:
-    announce(sessions[0].route, rank=sessions[0].rank)
-    return Handle(sessions, config, at_undo=at_undo)
 
 
 def _refuse_for_processes(config: ParallelConfig) -> None:

@@ -20,7 +20,7 @@ KINDS = ("cpu", "cuda")  # types of device that ranks compute on
 
 
 def denoisers(pipe_or_model: Any) -> list[nn.Module]:
-    """The modules to parallelize: the model itself, or the pipeline's denoisers, compiled or not. Raises UnsupportedModelError."""
+    """The modules to parallelize: the model itself, or the pipeline's denoisers, compiled or not: see uncompiled(). Raises UnsupportedModelError."""
     if isinstance(pipe_or_model, nn.Module):
         found = [pipe_or_model]
     else:
@@ -31,7 +31,12 @@ def denoisers(pipe_or_model: Any) -> list[nn.Module]:
             f"parallelize: needs a diffusers pipeline with a denoiser ({', '.join(DENOISERS)}), or a denoiser;"
             f" got {type(pipe_or_model).__name__}. Supported: {', '.join(supported())}."
         )
-    return [getattr(model, "_orig_mod", model) for model in found]  # torch.compile wraps it
+    return found
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """What torch.compile(model) wraps; the model itself where nothing does."""
+    return getattr(model, "_orig_mod", model)
 
 
 def check_free(pipe_or_model: Any, model: nn.Module) -> None:

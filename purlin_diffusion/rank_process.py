@@ -23,6 +23,7 @@ class Outcome:
     text: str = ""
     trace: str = ""
     echo: bool = False  # the failure of another rank, as this one met it
+    unfound: bool = False  # the function could not be imported there
     payload: bytes = b""
     code: int | None = None
 
@@ -38,12 +39,20 @@ class Outcome:
             return None
 
 
+CURE = "Write the function at the top level of a module and import it; or stay in this process: parallelize(pipe, devices=n)."
+
+
 def main(outcome: Connection, work: bytes, rank: int, ranks: int, store: str) -> None:
     """Join the group, run the function, say how it went."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
+        try:
+            fn, args = pickle.loads(work)
+        except Exception as error:
+            raise _UnfoundError(
+                f"cannot import `fn` or its arguments: {type(error).__name__}: {error}. {CURE}"
+            ) from error
         _join(rank, ranks, store)
-        fn, args = pickle.loads(work)
         said = Outcome(failed=False, at=time.monotonic(), payload=pickle.dumps(fn(*args)))
     except BaseException as error:
         said = _failed(error)
@@ -55,7 +64,13 @@ def main(outcome: Connection, work: bytes, rank: int, ranks: int, store: str) ->
     _leave()
 
 
+class _UnfoundError(Exception):
+    """What launch() was given does not exist in a new process."""
+
+
 def _failed(error: BaseException) -> Outcome:
+    if isinstance(error, _UnfoundError):
+        return Outcome(failed=True, at=time.monotonic(), text=str(error), unfound=True)
     from purlin_core.errors import PeerError
 
     try:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from purlin_diffusion.compiler import OwnCode, compile_alike
 from purlin_diffusion.doors import ATTRIBUTES, Doors, plain_class
 
 _MODULE_KEYS = frozenset(nn.Module().__dict__) - {"training"}
@@ -52,7 +53,9 @@ def fingerprint(model: nn.Module) -> Hashable:
 def replicate(doors: Doors, sent: Sent) -> nn.Module:
     """A copy of the model behind `doors`, as it is without them, with the weights that `sent` holds."""
     with doors.lifted() as model:
-        return copy.deepcopy(model, memo=sent.memo(model))
+        replica: nn.Module = copy.deepcopy(model, memo=sent.memo(model))
+        compile_alike(model, replica, sent.own)
+    return replica
 
 
 class Sent:
@@ -60,6 +63,7 @@ class Sent:
 
     def __init__(self, here: torch.device, there: torch.device) -> None:
         self._here, self._there = here, there
+        self.own = OwnCode()
         self._copies: dict[int, _Copy] = {}
 
     def memo(self, model: nn.Module) -> dict[int, Any]:
@@ -97,8 +101,8 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _of_tensor(x: Tensor) -> Hashable:
-    if x.is_cpu:
-        return id(x)  # shared: what happens to its values happens to the replica's
+    if x.is_cpu:  # shared: what happens to its values happens to the replica's
+        return id(x), x.data_ptr(), x.dtype
     return id(x), x.data_ptr(), x.dtype, None if x.is_inference() else x._version
 
 

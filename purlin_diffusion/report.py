@@ -9,6 +9,8 @@ from torch import nn
 from purlin_diffusion.attention.layout import AttentionLayout, Part
 from purlin_diffusion.attention.ulysses import head_shares
 from purlin_diffusion.config import ParallelConfig
+from purlin_diffusion.graph.counts import GraphCounts
+from purlin_diffusion.graph.decoding import Decoding
 from purlin_diffusion.paths import modules_at
 from purlin_diffusion.session import Session
 from purlin_diffusion.sharded import ShardedModel
@@ -19,15 +21,16 @@ FORMULAS = {
 }
 
 
-def explain(session: Session, config: ParallelConfig) -> str:
+def explain(session: Session, config: ParallelConfig, decoding: Decoding | None = None) -> str:
     """The report of one denoiser; bytes and tokens have values once it has run."""
     sharded, ranks = session.sharded, session.ranks
     plan = sharded.plan
     lines = [
         f"{plan.model} on {ranks} rank{'s' * (ranks > 1)}, sequence={ranks}, attention={sharded.mode} ({config.attention} was asked for)",
         f"exchanges  {session.route}",
-        f"plan       written for diffusers {plan.written_for}; guidance: {plan.cfg}; graph: {plan.graph}, not built yet, so it runs eagerly",
-        "vae        whole on every rank that decodes (not sharded yet)",
+        f"plan       written for diffusers {plan.written_for}; guidance: {plan.cfg}; graph: {plan.graph}",
+        *_graph_lines(session),
+        f"vae        whole on every rank that decodes (not sharded yet){'; ' + _graphs(decoding.counts()) if decoding else ''}",
         *(f"cut        {name} ({entry})" for name, entry in plan.arguments.items() if entry.segments),
         *(
             f"cut        {door.path}{' ->' * door.outputs} {key} ({entry})"
@@ -39,6 +42,23 @@ def explain(session: Session, config: ParallelConfig) -> str:
         f"refused    {', '.join(plan.refuse) or 'nothing'}",
     ]
     return "\n".join([*lines, *_step_lines(sharded)])
+
+
+def _graph_lines(session: Session) -> Iterator[str]:
+    for each in session.counters():
+        yield f"graphs     rank {each.rank}: {_graphs(each.graphs)}"
+        if session.graphs_off:
+            return
+
+
+def _graphs(counts: GraphCounts) -> str:
+    done = (
+        f"{counts.captures} recorded in {counts.capture_ms:.0f} ms, {counts.replays} replayed, {counts.evictions} given up,"
+        f" {counts.pool_bytes / 2**20:.0f} MiB"
+    )
+    if not counts.off:
+        return f"CUDA graphs: {done}"
+    return f"runs eagerly: {counts.off}" + f" ({done})" * (counts.captures > 0)
 
 
 def step_bytes(sharded: ShardedModel) -> list[int] | None:

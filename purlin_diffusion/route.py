@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import purlin_core
 from purlin_core.errors import PurlinError
 from purlin_diffusion.carrier import Alone, Carrier
 from purlin_diffusion.config import ParallelConfig
+from purlin_diffusion.environment import node
 from purlin_diffusion.errors import ConfigError, NotBuiltError
 from purlin_diffusion.inputs import Carriers
 from purlin_diffusion.stores import HashStore, PrefixStore
@@ -21,6 +23,10 @@ from purlin_diffusion.torch_carrier import own_group
 from purlin_diffusion.workers import on_threads
 
 _log = logging.getLogger("purlin_diffusion")
+
+# Of a GPU, for what exchanges bring, which peers write directly: more than twice the keys and values of a layer of FLUX at 1024.
+# What is larger goes the ordinary way.
+RESULTS_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,15 @@ def open_local(config: ParallelConfig, devices: Sequence[torch.device], *, backe
 
 
 def open_group(config: ParallelConfig, group: Any, device: torch.device) -> tuple[Route, Carriers]:
-    """Carriers between the processes of `group` (None: the default one). Collective; all ranks take the same route."""
+    """Carriers between the processes of `group` (None: the default one). Collective; all ranks take the same route.
+
+    Raises ConfigError on all of them when they are on several nodes, unless torch is asked for: whether a network may stand between, users say.
+    """
     group = dist.group.WORLD if group is None else group
     where = f"{dist.get_world_size(group)} processes on {device.type}"
     if config.backend == "torch":
         return Route("torch", f"asked for; {_torch_name(device)} between {where}"), _group_torch(config, group, device)
+    _check_one_node(group)
     try:
         return Route("purlin", where), _group_purlin(config, group, device)
     except PurlinError as error:
@@ -82,15 +92,32 @@ def open_group(config: ParallelConfig, group: Any, device: torch.device) -> tupl
         )
 
 
+def _check_one_node(group: Any) -> None:
+    nodes: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(nodes, node(), group=group)
+    if len(set(nodes)) == 1:
+        return
+    there = "; ".join(
+        f"{name}: rank {', '.join(str(rank) for rank, at in enumerate(nodes) if at == name)}"
+        for name in dict.fromkeys(nodes)
+    )
+    raise ConfigError(
+        f"parallelize: ranks that draw one picture need to be on one node; got {there}. Give each node pictures of its own:"
+        " parallelize(pipe, communicator=purlin_core.Communicator(mesh['rank'], device)), the ranks of one node in it, and prompts split over"
+        ' the nodes, as examples/several_nodes.py does; or let a network carry every exchange: ParallelConfig(backend="torch").'
+    )
+
+
 def share_a_gpu(devices: Sequence[torch.device]) -> bool:
     """Whether ranks of this process compute on one GPU."""
     return devices[0].type != "cpu" and len(set(devices)) < len(devices)
 
 
-def announce(route: Route, *, rank: int) -> None:
+def announce(route: Route, graphs_off: str, *, rank: int) -> None:
     """The one visible line, on the root."""
     if rank == 0:
-        _log.warning("purlin_diffusion: exchanges by %s", route)
+        graphs = "" if graphs_off else "; CUDA graphs from the second call of a shape on"
+        _log.warning("purlin_diffusion: exchanges by %s%s", route, graphs)
 
 
 def _places(devices: Sequence[torch.device]) -> str:
@@ -101,7 +128,7 @@ def _places(devices: Sequence[torch.device]) -> str:
 
 def _local_purlin(config: ParallelConfig, devices: Sequence[torch.device]) -> Opened:
     place = devices[0] if len(set(devices)) == 1 else list(devices)
-    world = purlin_core.LocalWorld(len(devices), device=place, timeout=config.timeout)
+    world = purlin_core.LocalWorld(len(devices), device=place, timeout=config.timeout, **_results(devices[0]))
     return Opened(world.communicators, world.close)
 
 
@@ -127,7 +154,8 @@ def _local_torch(config: ParallelConfig, devices: Sequence[torch.device]) -> Ope
 
 def _group_purlin(config: ParallelConfig, group: Any, device: torch.device) -> Carriers:
     """Raises a PurlinError on every rank when one cannot."""
-    on_device = _on_all(lambda: purlin_core.Communicator(group, device, timeout=config.timeout), group)
+    join = partial(purlin_core.Communicator, group, device, timeout=config.timeout, **_results(device))
+    on_device = _on_all(join, group)
     if device.type == "cpu":
         return Carriers(device=on_device, host=on_device)
     try:
@@ -167,6 +195,10 @@ def _group_torch(config: ParallelConfig, group: Any, device: torch.device) -> Ca
         return Carriers(device=on_cpu, host=on_cpu)
     on_device = own_group(PrefixStore("device", store), rank=rank, ranks=ranks, device=device, timeout=config.timeout)
     return Carriers(device=on_device, host=on_cpu)
+
+
+def _results(device: torch.device) -> dict[str, Any]:
+    return {} if device.type == "cpu" else {"heap_bytes": RESULTS_BYTES, "granted_results": True}
 
 
 def _torch_name(device: torch.device) -> str:

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from purlin_core.ranges import named
 from purlin_diffusion.arguments import check_arguments
 from purlin_diffusion.attention.layout import AttentionLayout
-from purlin_diffusion.attention.sharded import Sharding, sharded_attention
+from purlin_diffusion.attention.sharded import sharded_attention
 from purlin_diffusion.attention.task import Attend, Form
 from purlin_diffusion.carrier import Carrier
+from purlin_diffusion.compiled import Sharding, current, running
 from purlin_diffusion.counters import Counters
 from purlin_diffusion.cut import Cutter, whole
 from purlin_diffusion.doors import Doors, Site, Wanted
 from purlin_diffusion.doors.hooks import Around
 from purlin_diffusion.entry import Cut, Entry
+from purlin_diffusion.graph.counts import GraphCounts
 from purlin_diffusion.plan import Door, Plan
 from purlin_diffusion.segments import Division
+
+
+@dataclass(frozen=True)
+class Memo:
+    """What a root call leaves known: its batch, and the lengths of its segments. A replay of it runs no Python that would find them."""
+
+    batch: int | None
+    lengths: Mapping[str, int]
 
 
 class ShardedModel:
@@ -75,14 +86,31 @@ class ShardedModel:
         )
         return self._cutter.arguments(self.plan.arguments, arguments)
 
-    def run(self, forward: Callable[..., Any], share: dict[str, Any]) -> Any:
-        """The root call itself, with what cut() returned. Returns what one rank alone would, on every rank."""
-        output = forward(**share)
-        self._count()
+    def run(self, forward: Callable[..., Any], share: dict[str, Any], *, counted: bool = True) -> Any:
+        """The root call itself, with what cut() returned. Returns what one rank alone would, on every rank. `counted`: no mere recording."""
+        with named("purlin root call of ", type(self.model).__name__), running(self._sharding):
+            output = forward(**share)
+        if counted:
+            self._count()
         return output
 
-    def counters(self) -> Counters:
-        return Counters(self.carrier.rank, self._calls, dict(self._tokens), dict(self._kept))
+    def memo(self) -> Memo:
+        """Of the last root call."""
+        names = filter(self.division.knows, self._tokens)
+        return Memo(self.batch, {name: self.division.total(name) for name in names})
+
+    def recall(self, memo: Memo) -> None:
+        """A root call like that of `memo` was replayed."""
+        self.division.start()
+        for name, tokens in memo.lengths.items():
+            self.division.measure(name, tokens)
+        self.batch = memo.batch
+        self._count()
+
+    def counters(self, graphs: GraphCounts | None = None) -> Counters:
+        """`graphs`: what its session knows of them."""
+        tokens, kept = dict(self._tokens), dict(self._kept)
+        return Counters(self.carrier.rank, self._calls, tokens, kept, graphs or GraphCounts())
 
     def close(self) -> None:
         self.doors.close()
@@ -101,19 +129,29 @@ class ShardedModel:
             | {path: self._make_whole(entry) for path, entry in self.plan.exits.items()},
             sites={path: Site(path, calls, self._attention) for path, calls in self.plan.calls.items()},
             around=around,
+            blocks=self.plan.blocks,
         )
 
     def _cut_inputs(self, door: Door) -> Callable[[dict[str, Any]], dict[str, Any]]:
         entries = {str(name): entry for name, entry in door.entries.items()}
-        return lambda arguments: self._cutter.arguments(entries, arguments)
+        return lambda arguments: self._cutter_here().arguments(entries, arguments)
 
     def _cut_outputs(self, door: Door) -> Callable[[Any], Any]:
         return lambda output: _change_outputs(
-            output, {int(i): entry for i, entry in door.entries.items()}, door.path, self._cutter
+            output, {int(i): entry for i, entry in door.entries.items()}, door.path, self._cutter_here()
         )
 
     def _make_whole(self, entry: Cut) -> Callable[[Any], Any]:
-        return lambda output: whole(output, entry.forms[0], self.division, self.carrier)
+        def make_whole(output: Any) -> Any:
+            sharding = current(self._sharding)
+            return whole(output, entry.forms[0], sharding.division, sharding.carrier)
+
+        return make_whole
+
+    def _cutter_here(self) -> Cutter:
+        """The cutter, for code that may be compiled."""
+        sharding = current(self._sharding)
+        return Cutter(sharding.division, sharding.carrier.rank)
 
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layout: AttentionLayout, call: Attend, form: Form

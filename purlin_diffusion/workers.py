@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
 import queue
@@ -15,8 +16,16 @@ from typing import Any, TypeAlias
 
 import torch
 
+from purlin_diffusion.compiler import Compiler, paused_compiler
+
 _Job: TypeAlias = "tuple[Callable[[], Any], Future[Any]] | None"
 JOIN_SECONDS = 5.0
+_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
 
 
 class Worker:
@@ -33,9 +42,10 @@ class Worker:
         return self._thread.is_alive()
 
     def run(self, job: Callable[[], Any]) -> Future[Any]:
-        """Start `job` when those before it are done. Its exception comes out of the future."""
+        """Start `job` when those before it are done, in a copy of the caller's context, where torch keeps its settings. Its exception comes out of
+        the future."""
         future: Future[Any] = Future()
-        self._jobs.put((job, future))
+        self._jobs.put((functools.partial(contextvars.copy_context().run, job), future))
         return future
 
 
@@ -58,12 +68,13 @@ def _stop(jobs: queue.SimpleQueue[_Job], thread: threading.Thread, pid: int) -> 
 
 @dataclass(frozen=True)
 class Ambience:
-    """What torch keeps a thread and a forward depends on: gradients, inference, autocast."""
+    """What torch keeps a thread and a forward depends on: gradients, inference, autocast, and what compiles a root call as a whole."""
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
     autocast_cache: bool
+    compiler: Compiler = None
 
     @staticmethod
     def here() -> Ambience:
@@ -71,7 +82,11 @@ class Ambience:
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
         return Ambience(
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, torch.is_autocast_cache_enabled()
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            autocast,
+            torch.is_autocast_cache_enabled(),
+            paused_compiler(),
         )
 
     @contextmanager
@@ -92,6 +107,18 @@ def same_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(torch.get_num_threads())
+
+
+@contextmanager
+def same_kernels() -> Iterator[None]:
+    """Whatever threads leave behind, attention may use the kernels that it may now. diffusers' `_native_*` backends choose some for a call, torch
+    keeps the choice a process, and of threads that call at once one may put back what another has chosen."""
+    before = [is_on() for is_on, _ in _KERNELS]
+    try:
+        yield
+    finally:
+        for (_, enable), on in zip(_KERNELS, before, strict=True):
+            enable(on)
 
 
 @contextmanager

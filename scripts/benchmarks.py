@@ -38,6 +38,7 @@ PICTURE_FIELDS = (
         "compile",
     ),
     *("ms_per_step", "total_s", "images_per_s", "memory_gb", "exchange_ms_per_step", "max_abs", "psnr_db", "why"),
+    *("decode_ms", "host_ms_per_step", "error_call_over_one"),
 )
 NOT_RUN = "not run"
 HEAD = """# Benchmarks
@@ -268,10 +269,13 @@ def _run_of_pictures(lines: Sequence[Mapping[str, Any]]) -> str:
         "",
         "ranks",
         "ms a step",
+        "ms to decode",
         "s a picture",
         "pictures a minute",
         "GB a rank",
         "exchanges, ms a step",
+        "host, ms a step",
+        "error / 1 rank's",
         "PSNR, dB",
     ]
     parts = [
@@ -291,10 +295,13 @@ def _picture_cells(line: Mapping[str, Any]) -> list[str]:
     same = "same bits" if line["max_abs"] == 0 else ""
     figures = [
         _figure(line["ms_per_step"], ".2f"),
+        _figure(line["decode_ms"], ".1f"),
         _figure(line["total_s"], ".3f"),
         _figure(line["images_per_s"] and line["images_per_s"] * 60, ".1f"),
         _figure(line["memory_gb"], ".2f"),
         _figure(line["exchange_ms_per_step"], ".2f"),
+        _figure(line["host_ms_per_step"], ".2f"),
+        _figure(line["error_call_over_one"], ".2f"),
         _figure(line["psnr_db"], ".1f") or same,
     ]
     return [line["mode"], _how(line), str(line["ranks"]), *figures]

@@ -83,22 +83,24 @@ RING_COPY = """    for (int p = 0; p < c.peers(); ++p) {
       if (!range.empty()) a.copy(in_slot(slot_out(p, step), range.lo), in_tensors<A::flat>(route(p), tensors), range);
     }
 """
-RING_NOTIFY = "    a.notify(c.peers(), [&](int p) { return live(p) ? ready_out(p, step) : Mark{}; });\n"
+RING_NOTIFY = "    a.notify(c.peers(), [&](int p) { return cut(route, p, step).empty() ? Mark{} : ready_out(p, step); });\n"
 COPY_OUT = """    for (int p = 0; p < c.peers(); ++p) {
       Range range = ring().cut(Receiving{c}, p, i);
       if (!range.empty()) a.copy(in_tensors<A::flat>(c.pair[p].receive, c.output), in_slot(ring().slot_in(p, i), range.lo), range);
     }
 """
 COPY_FREE = "    ring().let_go(i, Receiving{c});\n"
-SUM = """    a.reduce(in_tensors<A::flat>(c.own_to, c.output), in_tensors<A::flat>(c.own_from, c.input), c.ranks, slot, c.rank, range,
-             c.sum);
-"""
+SUM = "    add(1, [&](int) { return in_tensors<A::flat>(c.own_to, c.output); }, i, range);\n"
 SUM_FREE = "    ring().let_go(i, Own{c});\n"
+SPREAD = "    reduce.add(c.ranks, to, i, range);\n"
+SPREAD_TOLD = """    int peers = c.peers();
+    a.notify(2 * peers, [&](int k) { return k < peers ? reduce.ring().freed_out(k, i) : sums().ready_out(k - peers, i); });
+"""
 DIRECT_COPY = "    for (int p = 0; ok && p < c.peers(); ++p) push(p);\n"
 DIRECT_NOTIFY = "    if (ok) a.notify(c.peers(), [&](int p) { return at().live(c.pair[p].send) ? ready(p) : Mark{}; });\n"
 
 PROTOCOL = (
-    mutant("ring: no wait for credit", RING, MODEL, ("live(p) ? credit(p, step) : Mark{}", "Mark{}")),
+    mutant("ring: no wait for credit", RING, MODEL, drop("if (!credited(step, route)) return false;")),
     mutant("ring: one credit too many", RING, MODEL, ("credit_for(sent(p, step), c.geo", "credit_for(sent(p, step) - 1, c.geo")),
     mutant("ring: notify before the copy", RING, MODEL, swap(RING_COPY, RING_NOTIFY)),
     mutant("ring: no notify", RING, MODEL, drop(RING_NOTIFY)),
@@ -117,10 +119,16 @@ PROTOCOL = (
     mutant("reduce: freed before it is read", STAGED, MODEL, swap(SUM, SUM_FREE)),
     mutant("reduce: as many messages behind as slots", SNAC, MODEL, (".both(c.lag, Reduce<A>", ".both(c.geometry.slots, Reduce<A>")),
     mutant("all-reduce: one ring for both halves", STAGED, MODEL, ("gather{a, c, Use::gather}", "gather{a, c, Use::ring}"),
-           ("Use::gather}.send(", "Use::ring}.send("), ("Use::gather}.count_sent(", "Use::ring}.count_sent(")),
-    mutant("all-reduce: sent on before it is summed", STAGED, MODEL,
-           ("reduce.step(i); if (reduce.ok) reduce.ok = Ring", "if (i > 0) reduce.step(i - 1); if (reduce.ok) reduce.ok = Ring")),
-    mutant("all-reduce: the input is sent on", STAGED, MODEL, ("send(i, OwnSum{c}, c.output)", "send(i, Own{c}, c.output)")),
+           ("sums() const { return {a, c, Use::gather}; }", "sums() const { return {a, c, Use::ring}; }")),
+    mutant("all-reduce: no wait for the contributions", STAGED, MODEL, drop("!reduce.ring().arrived(i, Own{c}) ||")),
+    mutant("all-reduce: no wait for the credit of the sum", STAGED, MODEL, drop("|| !sums().credited(i, OwnSum{c})")),
+    mutant("all-reduce: told before it is summed", STAGED, MODEL, swap(SPREAD, SPREAD_TOLD)),
+    mutant("all-reduce: a place is left out", STAGED, MODEL, ("reduce.add(c.ranks, to", "reduce.add(c.ranks - 1, to")),
+    mutant("all-reduce: contributions are not let go of", STAGED, MODEL, ("k < peers ? reduce.ring().freed_out(k, i)", "k < peers ? Mark{}")),
+    mutant("all-reduce: sums are not told", STAGED, MODEL, (": sums().ready_out(k - peers, i)", ": Mark{}")),
+    mutant("all-reduce: half of the words are told", STAGED, MODEL, ("a.notify(2 * peers,", "a.notify(peers,")),
+    mutant("all-reduce: each ring is told the other's word", STAGED, MODEL,
+           ("reduce.ring().freed_out(k, i) : sums().ready_out(k - peers, i)", "sums().freed_out(k, i) : reduce.ring().ready_out(k - peers, i)")),
     mutant("all-reduce: sums on after a failed gather", STAGED, MODEL, drop("reduce.ok = gather.ok;")),
     mutant("all-reduce: as many messages behind as slots", SNAC, MODEL,
            (".both(c.lag, ReduceThenGather<A>", ".both(c.geometry.slots, ReduceThenGather<A>")),
@@ -130,8 +138,8 @@ PROTOCOL = (
     mutant("packet: credit before the packet is taken", PACKETS, MODEL, ("Use::packet), all().taken(p)}", "Use::packet), all().taken(p) + 1}")),
     mutant("packet: credit never paid", PACKETS, MODEL,
            ("return Mark{all().theirs(p).freed(c.as_seen_by(p), a.team(), Use::packet), all().taken(p)};", "return Mark{};")),
-    mutant("packet: the roles do not meet", PACKETS, MODEL, ("copy_own(a, c, 0); a.meet();", "copy_own(a, c, 0);"),
-           ("a.meet(); if (c.kind == Kind::copy)", "if (c.kind == Kind::copy)")),
+    mutant("packet: the roles do not meet", PACKETS, MODEL, ("copy_own(a, c, 0); if (c.kind != Kind::copy) a.meet();", "copy_own(a, c, 0);"),
+           ("a.meet(); if (!all()", "if (!all()")),
     mutant("packet: sent not kept", PACKETS, MODEL, ("all().sent(p) + !all().cut(c.pair[p].send).empty()}", "all().sent(p)}")),
     mutant("packet: taken not kept", PACKETS, MODEL, ("all().taken(p) + !all().cut(due(p)).empty()}", "all().taken(p)}")),
     mutant("direct: no wait for the grant", DIRECT, MODEL, ("k < c.grants; ++k) ok = granted(k)", "k < 0; ++k) ok = granted(k)")),
@@ -150,10 +158,10 @@ ADDRESSES = (
     mutant("credit: first messages wait for ever", CHANNEL, MODEL, ("message + 1 > all ? message + 1 - all : 0", "message + 1 - all")),
     mutant("tag: the number's low bit lost", CHANNEL, UNIT, ("return tag >> signature_bits;", "return tag >> signature_bits >> 1;")),
     mutant("slots: both rings in one place", CHANNEL, UNIT, ("* 2 + (use == Use::gather)) * g.slots", "* 2) * g.slots")),
-    mutant("words: teams share them", CHANNEL, UNIT, ("static_cast<i64>(peer) * g.teams + team;", "static_cast<i64>(peer) * g.teams;")),
+    mutant("words: teams share them", CHANNEL, UNIT, ("return peer * g.teams + team;", "return peer * g.teams;")),
     mutant("words: uses share freed", CHANNEL, UNIT, ("- line + static_cast<int>(use) * 8)", "- line)")),
     mutant("words: grants in the line of freed", CHANNEL, UNIT, ("g.pair_words - 2 * line);", "g.pair_words - line);")),
-    mutant("windows: one for all messages", CHANNEL, UNIT, ("static_cast<i64>(message % packet_slots)", "0")),
+    mutant("windows: one for all messages", CHANNEL, UNIT, ("static_cast<int>(message % packet_slots)", "0")),
     mutant("peers: seen from the wrong side", "spec.hpp", UNIT, ("return ranks - 2 - peer;", "return peer;")),
     mutant("wire: the last chunk too long", MOVES, UNIT, ("smaller(from + chunk, lo + bytes)}", "from + chunk}")),
     mutant("wire: no gaps between items", MOVES, UNIT, drop("if (wire < item.at) return gap(item.at - wire);")),
@@ -176,7 +184,7 @@ PLANS = (
     mutant("plan: several stretches are flat", PLAN, ENDPOINT, ("route.count == 1 && items", "route.count >= 1 && items")),
     mutant("plan: a chunk is cut through an element", PLAN, ENDPOINT,
            ("round_up(larger<i64>(ceil_div(route.bytes, call_.teams), 16), 16)", "larger<i64>(ceil_div(route.bytes, call_.teams), 16)")),
-    mutant("plan: chunks longer than slots", PLAN, ENDPOINT, ("? smaller(even, geometry.slot_bytes) : even", "? even : even")),
+    mutant("plan: chunks longer than slots", PLAN, ENDPOINT, ("? smaller<i64>(even, geometry.slot_bytes) : even", "? even : even")),
     mutant("plan: steps of my own messages alone", PLAN, ENDPOINT,
            ("larger(call_.pair[p].send.messages(0, call_.teams), call_.pair[p].receive.messages(0, call_.teams))",
             "call_.pair[p].send.messages(0, call_.teams)")),

@@ -37,6 +37,7 @@ MOST_BYTES = 256 << 20  # of a whole message
 LARGE_BYTES = 4 << 20  # from here on buffers rotate beyond the L2 cache
 TIE = 1.02  # of two schedules no further apart, the one with fewer teams is taken
 TEAM_BYTES = {Regime.PACKET: 256, Regime.STAGED: 1024, Regime.DIRECT: 1024}  # with less for each, more teams cannot pay
+MOST_TEAM_BYTES = {Regime.PACKET: 64 << 10, Regime.STAGED: 4 << 20, Regime.DIRECT: 4 << 20}  # with more, fewer cannot
 
 Row = dict[str, Any]
 
@@ -115,7 +116,8 @@ def candidates(largest: int, ranks: int, *, copies: bool) -> list[Force]:
     for regime in (Regime.PACKET, Regime.STAGED, *([Regime.DIRECT] if copies else [])):
         for teams in counts:
             fits = regime is not Regime.PACKET or largest <= min(CUDA_PACKET_BYTES, teams * scratch.window_bytes)
-            if fits and (teams == 1 or largest // teams >= TEAM_BYTES[regime]) and largest // teams <= 16 << 20:
+            enough = teams == 1 or largest // teams >= TEAM_BYTES[regime]
+            if fits and enough and largest // teams <= MOST_TEAM_BYTES[regime]:
                 found.append(Force(regime, teams))
     return found
 

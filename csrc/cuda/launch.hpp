@@ -75,9 +75,16 @@ void for_each_choice(int ranks, bool bulk, F f) {
         }
 }
 inline void load_kernels(int ranks, bool bulk) {
-  for_each_choice(ranks, bulk, [](const Choice& choice) {
+  std::size_t stack = 0;
+  check(cudaDeviceGetLimit(&stack, cudaLimitStackSize), "cudaDeviceGetLimit");
+  for_each_choice(ranks, bulk, [stack](const Choice& choice) {
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, choice.kernel), "cudaFuncGetAttributes");
+    // More than CUDA has set aside it would set aside at a launch, and wait until the GPU is idle: a peer's kernel that waits for this one never ends.
+    if (attributes.localSizeBytes > stack)
+      throw std::runtime_error("a kernel needs " + std::to_string(attributes.localSizeBytes) +
+                               " bytes of local memory a thread, and cudaLimitStackSize is " + std::to_string(stack) +
+                               "; raise it before the first communicator is made");
     if (choice.shared_bytes > 0)
       check(cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, choice.shared_bytes),
             "cudaFuncSetAttribute");

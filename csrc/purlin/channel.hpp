@@ -12,7 +12,7 @@ namespace purlin {
 
 enum class Use { ring, gather, packet, direct };
 constexpr int uses = 4;
-constexpr int packet_slots = 3;
+constexpr int packet_slots = 4;  // a power of two, for what is left of a division by it is a mask
 constexpr i64 line = 64;
 
 // tag: {message number : 40, signature : 24}. A slot's stale tag is always `slots` messages old, so comparing 40 bits for equality is safe under wrap.
@@ -45,18 +45,19 @@ struct Progress {  // private to a rank
 
 struct Geometry {
   int ranks, teams, slots;
-  i64 slot_bytes;     // a ring slot
-  i64 window_bytes;   // wire bytes a packet slot can carry, one team of one pair
-  i64 window_stored;  // bytes of memory of that packet slot: its lines hold tags too
+  int slot_bytes;     // a ring slot
+  int window_bytes;   // wire bytes a packet slot can carry, one team of one pair
+  int window_stored;  // bytes of memory of that packet slot: its lines hold tags too
   i64 heap_bytes;     // for granted outputs
   // filled by lay_out
-  i64 pair_words, words_at, rings_at, packets_at, heap_at, arena_bytes;
+  int pair_words;
+  i64 words_at, rings_at, packets_at, heap_at, arena_bytes;
 };
 
 PURLIN_FN Geometry lay_out(Geometry g) {
   i64 channels = static_cast<i64>(g.ranks - 1) * g.teams;
   i64 ready = round_up(g.slots * static_cast<i64>(sizeof(Word)), line);
-  g.pair_words = 2 * ready + 3 * line;  // ready of both rings | direct ready | grants | freed
+  g.pair_words = static_cast<int>(2 * ready + 3 * line);  // ready of both rings | direct ready | grants | freed
   g.words_at = line + (g.ranks - 1) * line;
   g.rings_at = round_up(g.words_at + channels * g.pair_words + line, 4096);
   g.packets_at = round_up(g.rings_at + channels * 2 * g.slots * g.slot_bytes + line, 4096);
@@ -75,13 +76,13 @@ struct Inbox {
     return word(line + peer * line);
   }  // {calls : 40, signature : 24} of the peer's latest call
   // Not by a division, which costs a GPU half a microsecond, when the slots are a power of two.
-  PURLIN_FN i64 slot_of(Word message) const {
+  PURLIN_FN int slot_of(Word message) const {
     Word slots = static_cast<Word>(g.slots);
-    return static_cast<i64>((slots & (slots - 1)) == 0 ? message & (slots - 1) : message % slots);
+    return static_cast<int>((slots & (slots - 1)) == 0 ? message & (slots - 1) : message % slots);
   }
   PURLIN_FN char* slot(int peer, int team, Use use, Word message) const {
-    i64 ring = (channel(peer, team) * 2 + (use == Use::gather)) * g.slots;
-    return arena + g.rings_at + (ring + slot_of(message)) * g.slot_bytes;
+    int ring = (channel(peer, team) * 2 + (use == Use::gather)) * g.slots;
+    return arena + g.rings_at + i64{ring + slot_of(message)} * g.slot_bytes;
   }
   // ready >> 24 == m: message m lies in its slot. Written by the source.
   PURLIN_FN Word* ready(int peer, int team, Use use, Word message) const {
@@ -98,13 +99,14 @@ struct Inbox {
     return word(words(peer, team) + g.pair_words - line + static_cast<int>(use) * 8);
   }
   PURLIN_FN char* window(int peer, int team, Word message) const {
-    i64 windows = channel(peer, team) * packet_slots;
-    return arena + g.packets_at + (windows + static_cast<i64>(message % packet_slots)) * g.window_stored;
+    int windows = channel(peer, team) * packet_slots;
+    return arena + g.packets_at + i64{windows + static_cast<int>(message % packet_slots)} * g.window_stored;
   }
 
  private:
-  PURLIN_FN i64 channel(int peer, int team) const { return static_cast<i64>(peer) * g.teams + team; }
-  PURLIN_FN i64 words(int peer, int team) const { return g.words_at + channel(peer, team) * g.pair_words; }
+  // Numbers of 32 bits, multiplied into 64: a GPU does that in one instruction.
+  PURLIN_FN int channel(int peer, int team) const { return peer * g.teams + team; }
+  PURLIN_FN i64 words(int peer, int team) const { return g.words_at + i64{channel(peer, team)} * g.pair_words; }
   PURLIN_FN Word* word(i64 at) const { return reinterpret_cast<Word*>(arena + at); }
 };
 

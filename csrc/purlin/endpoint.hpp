@@ -1,7 +1,9 @@
 // One rank's end of a communicator on the host, as plain C++: the bindings show it to Python, cpu.cpp runs calls on it.
 #pragma once
 #include "spec.hpp"
+#include "trace.hpp"
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -79,11 +81,26 @@ class Endpoint {
   Word calls() const;
   unsigned signature() const;      // of the call that failed; 0: unknown
   Word post(int peer_rank) const;  // {calls : 40, signature : 24} as that rank last said
+  // Write down what calls do from now on; nullptr: no more. A call under way goes on with what it began with. A GPU's kernels write nothing.
+  void record(std::shared_ptr<Trace> trace) {
+    std::lock_guard hold(trace_mutex_);
+    trace_ = std::move(trace);
+    recorded_.store(trace_ != nullptr, std::memory_order_relaxed);
+  }
 
  private:
   friend void fuse(const std::vector<Endpoint*>& ranks);
   struct State;
+  std::shared_ptr<Trace> trace() {  // nullptr: nobody looks, and a call pays one load for it
+    if (!recorded_.load(std::memory_order_relaxed)) return nullptr;
+    std::lock_guard hold(trace_mutex_);
+    return trace_;
+  }
+
   std::unique_ptr<State> state_;
+  std::mutex trace_mutex_;
+  std::shared_ptr<Trace> trace_;
+  std::atomic<bool> recorded_ = false;
 };
 
 // Ranks of one process: their calls are launched together, on one device as one kernel. Each rank still makes its own, from a thread of its own. Nothing to

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from purlin_diffusion.attention.mask import Extent, mask_shape, my_rows
 from purlin_diffusion.attention.task import Task
+from purlin_diffusion.compiled import exchange
 
 
 def gather_kv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task) -> Tensor:
@@ -19,7 +20,7 @@ def gather_kv(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task) 
         if shape.keys is Extent.MINE:
             tensors.append(mask)
             specs.append(shape.spec(task.queries, task.keys, mask.ndim, split_heads=False))
-    k, v, *moved = task.carrier.exchange(tensors, specs, sizes=task.keys.sizes())
+    k, v, *moved = exchange(task.carrier, tensors, specs, task.keys.sizes())
     if mask is not None and shape is not None:
         mask = my_rows(moved[0] if moved else mask, shape, task.queries)
     return task.attend(q, k, v, mask)

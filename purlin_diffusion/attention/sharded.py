@@ -6,7 +6,6 @@ Laws: every rank sees keys in the order one GPU has; a mask travels with its tok
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,22 +16,12 @@ from purlin_diffusion.attention.mask import mask_shape, my_rows
 from purlin_diffusion.attention.task import DISPATCH, Attend, Form, Task
 from purlin_diffusion.attention.tokens import tokens_of
 from purlin_diffusion.attention.ulysses import ulysses
-from purlin_diffusion.carrier import Carrier
-from purlin_diffusion.segments import Division
+from purlin_diffusion.compiled import Sharding, current
 
 MODES: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor | None, Task], Tensor]] = {
     "gather_kv": gather_kv,
     "ulysses": ulysses,
 }
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Who shares the tokens, how they are divided in this forward, and by which mode they meet."""
-
-    carrier: Carrier
-    division: Division
-    mode: str
 
 
 def sharded_attention(
@@ -53,6 +42,7 @@ def sharded_attention(
     layout: which segments lie along the tokens of q, and of k and v. call: computes attention on one rank.
     Returns what `call` returns for this rank's rows, bit for bit where `call` computes rows alone. Raises ShapeError.
     """
+    sharding = current(sharding)
     division, rank = sharding.division, sharding.carrier.rank
     q, k, v = form.tokens_first(q), form.tokens_first(k), form.tokens_first(v)
     if v.shape[1] != k.shape[1] or q.shape[2] % k.shape[2]:

@@ -69,11 +69,11 @@ def tokens_of(parts: Sequence[Part], length: int, *, division: Division, rank: i
             f"sharded_attention: `{what}` needs {named} tokens on rank {rank} for the layout {text!r}; got {length}."
             " The plan's layout of this attention call does not fit the processor that makes it."
         )
-    cut = [division.ranks > 1 and part.sharded and part.name in division.shares for part in parts]
+    cut = [division.ranks > 1 and part.sharded and division.is_sharded(part.name) for part in parts]
     return Tokens(
         names=tuple(rest if part.name == REST else part.name for part in parts),
         whole=tuple(length - named if part.name == REST else division.total(part.name) for part in parts),
-        shares=tuple(division.shares[part.name] if is_cut else None for part, is_cut in zip(parts, cut, strict=True)),
+        shares=tuple(division.by_rank(part.name) if is_cut else None for part, is_cut in zip(parts, cut, strict=True)),
         rank=rank,
         ranks=division.ranks,
     )

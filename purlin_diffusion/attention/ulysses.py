@@ -7,6 +7,7 @@ from torch import Tensor
 from purlin_diffusion.attention.mask import Extent, MaskShape, mask_shape
 from purlin_diffusion.attention.task import Task
 from purlin_diffusion.attention.tokens import Tokens
+from purlin_diffusion.compiled import exchange
 
 
 def head_shares(heads: int, ranks: int) -> tuple[int, ...]:
@@ -32,12 +33,12 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, task: Task) ->
         if Extent.MINE in (shape.keys, shape.rows):
             tensors.append(mask)
             specs.append(shape.spec(queries, keys, mask.ndim, split_heads=shape.heads))
-    q, k, v, *moved = task.carrier.exchange(tensors, specs, sizes=sizes)
+    q, k, v, *moved = exchange(task.carrier, tensors, specs, sizes)
     if mask is not None and shape is not None:
         mask = moved[0] if moved else _my_heads(mask, shape, heads, task.carrier.rank)
     out = task.attend(q, k, v, mask)
     back = f"b {queries.text(cut=False)} h@ e -> b {queries.text(cut=True)} h e"
-    return task.carrier.exchange([out], [back], sizes={**queries.sizes(), "h": heads})[0]
+    return exchange(task.carrier, [out], [back], {**queries.sizes(), "h": heads})[0]
 
 
 def _to_heads(tokens: Tokens, heads: str, width: str) -> str:

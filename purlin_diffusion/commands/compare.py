@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from purlin_diffusion.commands import latency
-from purlin_diffusion.commands.exits import DONE, ended
+from purlin_diffusion.commands.exits import DONE, FAILED, ended
 from purlin_diffusion.commands.machine import cores
 from purlin_diffusion.commands.options import gpus
 from purlin_diffusion.commands.ranks import places, sharing
@@ -36,12 +36,13 @@ def compare(args: argparse.Namespace) -> int:
     args.model = args.model or fitting()
     if args.ranks is None and "RANK" not in os.environ:  # else a launcher has said how many
         args.ranks = default_ranks()
-    options, asked = latency.read(args)
-    result = latency.timed(options, asked)
-    if result is not None:
-        print(screen(result))
-        latency.write(args, result)
-    return DONE
+    sizes, asked = latency.read(args)
+
+    def tell(results: Sequence[Result]) -> None:
+        print("\n\n".join(map(screen, results)))
+        latency.write(args, results)
+
+    return DONE if all(result.sound for result in latency.timed(sizes, asked, tell)) else FAILED
 
 
 def fitting() -> str:
@@ -82,17 +83,22 @@ def place(result: Result) -> str:
 
 
 def verdict(result: Result) -> str:
-    """What is gained for one picture, of what was measured in this run; nothing is told of what was not."""
-    alone, mine, others = result.best("alone"), result.best("ours"), result.best("balanced", "context")
-    if alone is None or mine is None:
-        return "No answer: " + ("ours" if alone else "one rank") + " could not be measured here, see below."
+    """What is gained for one picture, of what was measured in this run; nothing is told of what was not. On one rank what is ours is its graphs."""
+    single = result.options.ranks == 1
+    alone = [row for row in result.measured if row.mode.kind == "alone" and not (single and row.mode.graph)]
+    ours = [row for row in result.measured if (row.mode.parallelized if single else row.mode.kind == "ours")]
+    one, mine = min(alone, key=median, default=None), min(ours, key=median, default=None)
+    others = result.best("balanced", "context")
+    if one is None or mine is None:
+        return "No answer: " + ("ours" if one else "one rank") + " could not be measured here, see below."
     if sharing(result.options):
         return "No answer on speed: " + sharing(result.options) + "."
-    gain = median(alone) / median(mine)
+    gain = median(one) / median(mine)
     if gain < WORTH:
-        return f"Not for this model here: ours takes {1 / gain:.2f}x the time of one rank ({alone.mode.title})."
+        return f"Not for this model here: ours ({mine.mode.title}) takes {1 / gain:.2f}x the time of one rank ({one.mode.title})."
     rival = f"; {times(mine, others)} the next best, {others.mode.title}" if others else ""
-    return f"Yes: a picture {gain:.2f}x as fast as by one rank ({alone.mode.title}){rival}."
+    how = f" with {mine.mode.title}" if single else ""
+    return f"Yes: a picture {gain:.2f}x as fast as by one rank ({one.mode.title}){how}{rival}."
 
 
 def times(mine: Row, other: Row) -> str:
@@ -109,6 +115,8 @@ def figures(row: Row) -> str:
 
 def unknown(result: Result) -> Iterator[str]:
     """What could not be measured, and why."""
+    if wrong := [row.mode.title for row in result.measured if row.true is False]:
+        yield f"Further from float32 than rounding explains: {', '.join(wrong)}. Do not use those; `latency` shows the errors."
     if places(result.options)[0] == "cpu":
         yield "Not known: what GPUs gain. None is used here, and a CPU's figures say nothing of theirs."
     elif gpus() == 1:

@@ -1,36 +1,47 @@
 """Time a picture: one rank against several, ours against what else there is, in one run and with the repeats interleaved.
 
-Every visit to a mode makes the pipeline parallel anew, draws `--warmup` pictures that do not count and one that does, so that no mode owns the quiet
-half of the run. A time is that of the slowest rank; a mode that cannot run is a row that says why. After the repeats each mode draws once
-more and is watched: from that call are the time in exchanges, the timeline and the picture, and no other figure.
+Every visit to a mode makes the pipeline ready anew, draws `--warmup` pictures that do not count and one that does, so that no mode owns the quiet
+half of the run. A time is that of the slowest rank; a mode that cannot run is a row that says why. After the repeats each mode draws a few times
+more and is watched: from those calls are the time in exchanges, the timeline, the host's cost and the picture, and no other figure. A run that ends
+early, by Ctrl-C or by a rank's failure, tells what it has measured until then.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from purlin_diffusion.commands.exits import DONE, InputError, ended
+from purlin_diffusion.commands.exits import DONE, FAILED, InputError, ended
 from purlin_diffusion.commands.options import (
     Options,
     add_model_arguments,
+    check_config,
     check_count,
     check_writable,
     read_options,
 )
 from purlin_diffusion.commands.ranks import on_ranks, places
 from purlin_diffusion.commands.timing.measure import measure
-from purlin_diffusion.commands.timing.modes import HOWS, Asked
+from purlin_diffusion.commands.timing.modes import HOWS, WHO, Asked
 from purlin_diffusion.commands.timing.page import page
 from purlin_diffusion.commands.timing.record import append, lines, whole
 from purlin_diffusion.commands.timing.rows import Result, summarize
 from purlin_diffusion.commands.timing.table import text
+from purlin_diffusion.commands.timing.visit import Visits, kept
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--size", metavar="N | WxH", help="pixels, for --width and --height")
+    parser.add_argument(
+        "--size",
+        nargs="+",
+        metavar="N | WxH",
+        help="pixels, for --width and --height; several are timed one after the other",
+    )
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each mode (default: 5)")
     parser.add_argument("--warmup", type=int, default=1, help="calls before each timed one (default: 1)")
     parser.add_argument(
@@ -40,6 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOW",
         help=f"{' '.join(HOWS)} beside eager (default: all; on a CPU, where compiling takes a minute, {' '.join(HOWS[:2])})",
     )
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=WHO,
+        metavar="WHO",
+        help="of alone (one rank, always there), balanced, split (accelerate's), context (diffusers'), torch (ours over it), ours",
+    )
+    parser.add_argument(
+        "--truth",
+        action=argparse.BooleanOptionalAction,
+        help="tell each mode's error against float32 beside one rank's (default: on GPUs, where a copy in float32 has room)",
+    )
+    parser.add_argument("--commit", default="", help="for the record, where git cannot say")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows, every repeat and the machine there")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append a line of JSON a row there")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots and pictures there")
@@ -51,40 +75,54 @@ def run(args: argparse.Namespace) -> int:
 
 def latency(args: argparse.Namespace) -> int:
     """Raises InputError before any rank starts, and what a rank raised."""
-    options, asked = read(args)
-    result = timed(options, asked)
-    if result is not None:
-        print(text(result))
-        write(args, result)
-    return DONE
+    sizes, asked = read(args)
+
+    def tell(results: Sequence[Result]) -> None:
+        print("\n\n".join(map(text, results)))
+        write(args, results)
+
+    return DONE if all(result.sound for result in timed(sizes, asked, tell)) else FAILED
 
 
-def write(args: argparse.Namespace, result: Result) -> None:
+def write(args: argparse.Namespace, results: Sequence[Result]) -> None:
     """The files asked for."""
     if args.json:
-        args.json.write_text(json.dumps(whole(result), indent=2) + "\n")
+        every = [whole(result) for result in results]
+        args.json.write_text(json.dumps(every[0] if len(every) == 1 else every, indent=2) + "\n")
     if args.record:
-        append(args.record, lines(result))
+        append(args.record, (line for result in results for line in lines(result)))
     if args.html:
-        args.html.write_text(page(result))
+        args.html.write_text(page(*results))
         print(f"\nplots and pictures: {args.html}")
 
 
-def read(args: argparse.Namespace) -> tuple[Options, Asked]:
-    """Raises InputError."""
+def read(args: argparse.Namespace) -> tuple[list[Options], Asked]:
+    """What each size is, and what is asked for all. Raises InputError."""
     for name in ("json", "record", "html"):
         if file := getattr(args, name):
             check_writable(f"--{name}", file)
     check_count("--repeats", args.repeats)
     check_count("--warmup", args.warmup)
-    if args.size is not None:
-        if args.height is not None or args.width is not None:
-            raise InputError("--size stands for --width and --height: leave those out")
-        args.width, args.height = read_size(args.size)
+    if args.size and (args.height is not None or args.width is not None):
+        raise InputError("--size stands for --width and --height: leave those out")
+    sides = [read_size(size) for size in args.size or ()]
+    attentions = tuple(dict.fromkeys(args.attention.split(",")))
+    args.attention = attentions[0]
     options = read_options(args)
+    for attention in attentions[1:]:
+        check_config(replace(options, attention=attention))
     cheap = HOWS[:2] if places(options)[0] == "cpu" else HOWS
     chosen = {HOWS[0], *(args.how or cheap)}  # eager is what all others are compared with
-    return options, Asked(args.repeats, args.warmup, tuple(how for how in HOWS if how in chosen))
+    asked = Asked(
+        args.repeats,
+        args.warmup,
+        tuple(how for how in HOWS if how in chosen),
+        tuple(who for who in WHO if who in {"alone", *(args.modes or WHO)}),
+        args.truth,
+        attentions,
+        args.commit,
+    )
+    return [replace(options, width=width, height=height) for width, height in sides] or [options], asked
 
 
 def read_size(size: str) -> tuple[int, int]:
@@ -95,7 +133,25 @@ def read_size(size: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
-def timed(options: Options, asked: Asked) -> Result | None:
-    """All visits of all ranks, summarized; None on the ranks of a launcher that are not its root. Raises what a rank raised."""
-    visits = on_ranks(measure, options, asked)
-    return summarize(options, asked, visits) if visits else None
+def timed(sizes: Sequence[Options], asked: Asked, tell: Callable[[list[Result]], None]) -> list[Result]:
+    """All visits of all ranks, summarized size by size, and told; nothing on the ranks of a launcher that are not its root.
+
+    Raises what a rank raised, and KeyboardInterrupt, when what was measured until then has been told.
+    """
+    with tempfile.TemporaryDirectory(prefix="purlin-latency-") as folder:
+        so_far = Path(folder) / "visits"
+        try:
+            done = on_ranks(measure, sizes[0], sizes, asked, so_far)
+        except BaseException:
+            if any(visit.seconds for every in kept(so_far) for visit in every[0]):
+                tell(results(sizes, asked, kept(so_far)))
+            raise
+    found = results(sizes, asked, done[0]) if done else []
+    if found:
+        tell(found)
+    return found
+
+
+def results(sizes: Sequence[Options], asked: Asked, visits: Sequence[Visits]) -> list[Result]:
+    """Of the sizes that were reached."""
+    return [summarize(options, asked, every) for options, every in zip(sizes, visits, strict=False)]

@@ -9,20 +9,23 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from purlin_diffusion.commands.exits import InputError
 from purlin_diffusion.commands.options import Options
 
+CLOCK = "purlin_diffusion: clock"  # a profiler's range around the waits that are the clock's own
+
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one call. `steps` lie between the ends of consecutive steps, so there is one fewer than there are steps."""
+    """Of one call. `steps` lie between the ends of consecutive steps, so there is one fewer than there are steps. `decode`: from the end of the last
+    to the images: the VAE, and little else."""
 
     whole: float
     steps: tuple[float, ...]
+    decode: float | None = None
 
     @property
     def step(self) -> float | None:
@@ -65,13 +68,14 @@ def call_arguments(options: Options) -> dict[str, Any]:
 
 
 def call(pipe: Any, arguments: dict[str, Any], *, seed: int, output: str = "pil") -> tuple[Any, Seconds]:
-    """Draw. Returns the images (a list of PIL images, or an array of b x h x w x 3 in 0..1 for output="np") and the seconds."""
+    """Draw. Returns the images (a list of PIL images; a tensor of b x 3 x h x w in 0..1, on its device, for output="pt"; latents for "latent") and
+    the seconds. Raises InputError for an argument that `pipe` does not take."""
     import torch
 
     known = inspect.signature(pipe.__call__).parameters
     if unknown := [name for name in arguments if name not in known]:
         raise InputError(f"{type(pipe).__name__} takes no {', '.join(unknown)}")
-    wait = partial(torch.cuda.synchronize, pipe.device) if pipe.device.type == "cuda" else no_wait
+    wait = wait_for(pipe)
     ends: list[float] = []
 
     def step_ended(_pipe: Any, _step: int, _time: Any, kept: dict[str, Any]) -> dict[str, Any]:
@@ -86,8 +90,9 @@ def call(pipe: Any, arguments: dict[str, Any], *, seed: int, output: str = "pil"
             output_type=output,
             callback_on_step_end=step_ended,
         )
-    whole = now(wait) - began
-    return result.images, Seconds(whole, tuple(end - start for start, end in pairwise(ends)))
+    ended = now(wait)
+    steps = tuple(end - start for start, end in pairwise(ends))
+    return result.images, Seconds(ended - began, steps, ended - ends[-1] if ends else None)
 
 
 @contextmanager
@@ -105,6 +110,23 @@ def raised_in(error: BaseException) -> str:
     """The module whose line raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+
+
+def wait_for(pipe: Any) -> Callable[[], None]:
+    """Waits until all GPUs that hold a part of `pipe` have done what was started on them."""
+    import torch
+
+    from purlin_core.ranges import named
+
+    parts = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    gpus = {x.device for part in parts for x in part.parameters() if x.is_cuda}
+
+    def wait() -> None:
+        with named(CLOCK):
+            for gpu in gpus:
+                torch.cuda.synchronize(gpu)
+
+    return wait if gpus else no_wait
 
 
 def now(wait: Callable[[], None]) -> float:

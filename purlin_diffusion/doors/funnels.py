@@ -1,8 +1,8 @@
 """Two funnels that lead every attention of a planned processor to one function: diffusers' attention registry, and torch's own attention.
 
 The registry's entries are wrapped once a process and ask the thread's scope; with no scope open they are what they were. In eager mode the
-TorchFunctionMode costs about 0.1 ms an attention, so it is entered only for processors that do not dispatch, and while torch.compile traces. That is
-asked of dynamo: torch.compiler.is_compiling() is true in every thread while one compiles.
+TorchFunctionMode costs about 0.1 ms an attention, so it is entered only for processors that do not dispatch. Whether torch.compile traces is asked of
+dynamo: torch.compiler.is_compiling() is true in every thread while one compiles.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode
 
 from purlin_diffusion.attention.layout import AttentionLayout
 from purlin_diffusion.attention.task import DISPATCH, TORCH, Attend, Form
@@ -54,9 +54,29 @@ _SCOPE, _USERS = (
 )  # what the registry's entries share; a registry that is one a process leaves no other place
 
 
+class _Tracing:
+    """What takes the place of a thread's scope while torch.compile traces, one trace at a time. No code that runs ever sees a visit here."""
+
+    visit: Visitor | None = None
+
+
+_TRACING = _Tracing()
+
+
+class _TracedScope:
+    def __init__(self, visit: Visitor) -> None:
+        self.visit = visit
+
+    def __enter__(self) -> None:
+        _TRACING.visit = self.visit
+
+    def __exit__(self, *_: object) -> None:
+        _TRACING.visit = None
+
+
 def scope(visit: Visitor) -> AbstractContextManager[None]:
-    """Lead this thread's dispatched attentions to `visit`. While torch.compile traces, the SdpaFunnel does that."""
-    return nullcontext() if torch.compiler.is_dynamo_compiling() else _open_scope(visit)
+    """Lead this thread's dispatched attentions to `visit`."""
+    return _TracedScope(visit) if torch.compiler.is_dynamo_compiling() else _open_scope(visit)
 
 
 @contextmanager
@@ -69,7 +89,7 @@ def _open_scope(visit: Visitor) -> Iterator[None]:
 
 
 class SdpaFunnel(TorchFunctionMode):
-    """Leads torch's scaled_dot_product_attention to a visit, and registry entries while torch.compile traces."""
+    """Leads torch's scaled_dot_product_attention to a visit. torch.compile traces through it and leaves nothing of it."""
 
     def __init__(self, visit: Visitor) -> None:
         super().__init__()
@@ -79,11 +99,8 @@ class SdpaFunnel(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.visit.busy:
-            if func is _SDPA:
-                return _visit_sdpa(self.visit, *args, **kwargs)
-            if (backend := getattr(func, BACKEND, None)) is not None:
-                return _visit_backend(self.visit, backend, *args, **kwargs)
+        if func is _SDPA and not self.visit.busy:
+            return _visit_sdpa(self.visit, *args, **kwargs)
         if func is torch.Tensor.unflatten:  # called through the mode it would break dynamo's graph
             return args[0].unflatten(*args[1:], **kwargs)
         return func(*args, **kwargs)
@@ -118,12 +135,7 @@ def _replace_entries(change: Callable[[Callable[..., Any]], Callable[..., Any]])
 def _funnel(backend: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backend)
     def entry(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
-        tensors = (query, key, value)
-        if torch.compiler.is_dynamo_compiling():
-            if has_torch_function(tensors):
-                return handle_torch_function(entry, tensors, query, key, value, **kwargs)
-            return backend(query, key, value, **kwargs)
-        visit = _SCOPE.visit
+        visit = _TRACING.visit if torch.compiler.is_dynamo_compiling() else _SCOPE.visit
         if visit is None or visit.busy:
             return backend(query, key, value, **kwargs)
         return _visit_backend(visit, backend, query, key, value, **kwargs)

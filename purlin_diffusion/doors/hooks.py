@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
+
+from purlin_diffusion.compiler import compiled_by, paused, paused_compiler
 
 PREFIX = "purlin_"
 ROOT, INPUTS, OUTPUTS = (PREFIX + kind for kind in ("root", "inputs", "outputs"))
@@ -56,7 +59,11 @@ class AroundHook(ModelHook):
         self.around = around
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.around(self.fn_ref.original_forward, args, kwargs)
+        return paused(self.enter, *args, **kwargs)
+
+    def enter(self, *args: Any, **kwargs: Any) -> Any:
+        """A root call. Whatever compiles the model compiles what lies below, see compiler.py."""
+        return self.around(compiled_by(paused_compiler(), self.fn_ref.original_forward), args, kwargs)
 
 
 def put_on(module: nn.Module, hook: ModelHook, name: str) -> None:
@@ -66,6 +73,8 @@ def put_on(module: nn.Module, hook: ModelHook, name: str) -> None:
     if ours:
         registry._purlin_made = True
     registry.register_hook(hook, name)
+    if isinstance(hook, AroundHook):  # past diffusers' own frame, which torch.compile would trace
+        module.forward = functools.update_wrapper(functools.partial(paused, hook.enter), module.forward)
 
 
 def take_off(module: nn.Module, name: str) -> None:

@@ -19,17 +19,23 @@ from purlin_diffusion.doors.processors import SITE, Site, displace, make_plain, 
 from purlin_diffusion.paths import modules_at
 
 DEEPCOPY = "__deepcopy__"
-ATTRIBUTES = frozenset({"forward", hooks.REGISTRY, SITE, DEEPCOPY})  # what doors, and hooks at large, put on modules
+BLOCKS = "_repeated_blocks"  # which classes compile_repeated_blocks() compiles; diffusers names none for many a model
+# What doors, and hooks at large, put on modules.
+ATTRIBUTES = frozenset({"forward", hooks.REGISTRY, SITE, DEEPCOPY, BLOCKS})
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to open: changes of inputs and outputs by path, attention sites by path, and what stands around the root's forward."""
+    """What to open: changes of inputs and outputs by path, attention sites by path, and what stands around the root's forward.
+
+    `blocks`: the classes that repeat, for a model of which diffusers does not know them.
+    """
 
     inputs: Mapping[str, hooks.ChangeInputs] = field(default_factory=dict)
     outputs: Mapping[str, hooks.ChangeOutput] = field(default_factory=dict)
     sites: Mapping[str, Site] = field(default_factory=dict)
     around: hooks.Around | None = None
+    blocks: tuple[str, ...] = ()
 
 
 class Doors:
@@ -48,6 +54,8 @@ class Doors:
             if wanted.around is not None:
                 hooks.put_on(model, hooks.AroundHook(wanted.around), hooks.ROOT)
                 model.__dict__[DEEPCOPY] = functools.partial(_plain_copy, self)
+                if wanted.blocks and not getattr(model, BLOCKS, None):
+                    model.__dict__[BLOCKS] = list(wanted.blocks)
             self.anchor()
         except BaseException:
             self.close()
@@ -95,7 +103,8 @@ class Doors:
 
     def close(self) -> None:
         """Take every door off; the model is as it was. Does nothing the second time."""
-        self._model.__dict__.pop(DEEPCOPY, None)
+        for name in (DEEPCOPY, BLOCKS):
+            self._model.__dict__.pop(name, None)
         hooks.take_off(self._model, hooks.ROOT)
         for (name, _), module in self._hooked.items():
             hooks.take_off(module, name)

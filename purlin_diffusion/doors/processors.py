@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from purlin_core.ranges import named
 from purlin_diffusion.attention.layout import Calls
 from purlin_diffusion.attention.task import Attend, Form
 from purlin_diffusion.doors.funnels import SdpaFunnel, ShardedAttention, scope
@@ -42,7 +42,8 @@ class Visit:
         self.calls += 1
         self.busy = True
         try:
-            return self.site.attention(q, k, v, mask, layout, call, form)
+            with named("purlin attention at ", self.site.path):
+                return self.site.attention(q, k, v, mask, layout, call, form)
         finally:
             self.busy = False
 
@@ -96,7 +97,7 @@ def sharded_class(plain: type) -> type:
         if site is None:
             return plain.__call__(self, attn, *args, **kwargs)
         visit = Visit(site)
-        with scope(visit), nullcontext() if trusted and not torch.compiler.is_dynamo_compiling() else SdpaFunnel(visit):
+        with scope(visit), nullcontext() if trusted else SdpaFunnel(visit):
             result = plain.__call__(self, attn, *args, **kwargs)
         if visit.calls == 0:
             raise PlanError(

@@ -114,7 +114,7 @@ def stops(rank: int, meeting: Meeting) -> str:
     try:
         comm.barrier()
     except StallError as error:
-        assert rank == 1 or 1 <= time.monotonic() - began < 2
+        assert rank == 1 or time.monotonic() - began >= 1
         meeting.mark(f"knows {rank}")
         return str(error)
     return "no error"

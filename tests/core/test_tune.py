@@ -14,6 +14,7 @@ from purlin_core.moves import Kind
 from purlin_core.tune import (
     CUDA_PACKET_BYTES,
     MIB,
+    PACKET_SLOTS,
     TABLES,
     Regime,
     Schedule,
@@ -50,20 +51,20 @@ def test_the_inbox_of_a_gpu_stays_within_64_mib(ranks: int) -> None:
     scratch = cuda_scratch(ranks)
     sizes = {"teams": scratch.teams, "slots": scratch.slots, "slot_bytes": scratch.slot_bytes}
     laid = _cpu.Geometry(ranks=ranks, **sizes, window_bytes=scratch.window_bytes, heap_bytes=0)
-    windows = (ranks - 1) * scratch.teams * 3 * 2 * scratch.window_bytes
+    windows = (ranks - 1) * scratch.teams * PACKET_SLOTS * 2 * scratch.window_bytes
     assert laid.packets_at + windows + 2 * 4096 <= 64 * MIB
     assert scratch.teams == (32 if ranks <= 8 else 16)
     assert scratch.slots == 4
     assert scratch.slot_bytes % 4096 == 0
     assert 4096 <= scratch.slot_bytes <= 64 << 10
-    assert scratch.teams * scratch.window_bytes >= max(scratch.teams << 12, (512 << 10) // (ranks - 1))
+    assert scratch.teams * scratch.window_bytes >= max(scratch.teams << 12, CUDA_PACKET_BYTES // (ranks - 1))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_slots_are_no_smaller_than_they_must_be(ranks: int) -> None:
     scratch = cuda_scratch(ranks)
     ring = (ranks - 1) * scratch.teams * 2 * scratch.slots
-    windows = (ranks - 1) * scratch.teams * 3 * 2 * scratch.window_bytes
+    windows = (ranks - 1) * scratch.teams * PACKET_SLOTS * 2 * scratch.window_bytes
     assert scratch.slot_bytes == 64 << 10 or ring * (scratch.slot_bytes + 4096) + windows > 63 * MIB
 
 

@@ -78,7 +78,9 @@ inline Limits draw_limits(Random& random, const Options& options, const Ground::
   l.slots = random.chance(80) ? static_cast<int>(random.between(1, 4)) : 8;
   l.slot_bytes = random.pick(slots_bytes, 7) + 16 * random.between(1, 4);
   l.window_bytes = random.pick(windows_bytes, 5) + 16 * random.between(1, 5);
-  auto arena = [&] { return i64{l.ranks - 1} * l.teams * (2 * l.slots * l.slot_bytes + 6 * l.window_bytes); };
+  auto arena = [&] {
+    return i64{l.ranks - 1} * l.teams * (2 * l.slots * l.slot_bytes + 2 * packet_slots * l.window_bytes);
+  };
   while (arena() > most.arena_bytes && l.slot_bytes > 64) l.slot_bytes = round_up(l.slot_bytes / 2, 16);
   return l;
 }
@@ -90,6 +92,7 @@ inline Shape draw_call(Random& random, const Limits& limits, Regime regime, int 
   while (kind >= 0 && s.kind != static_cast<Kind>(kind)) s = draw_shape(random, limits, regime, bytes);
   s.plain = random.chance(40);
   s.grain = random.chance(60) ? 16 : i64{1} << random.below(4);
+  if (s.kind != Kind::copy) s.grain = larger(s.grain, s.unit);  // what is added lies at multiples of its size
   bool whole = random.chance(50), full = random.chance(40);
   for (auto& row : s.elements)
     for (i64& n : row) {

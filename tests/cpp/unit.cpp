@@ -277,7 +277,7 @@ bool sums_are_those_of_the_reference() {
     cpu::Host host;
     cpu::Cpu<> atom(call, 0, host);
     atom.reduce(
-        in_tensors(r, to), in_tensors(r, mine), n,
+        1, [&](int) { return in_tensors(r, to); }, in_tensors(r, mine), n,
         [&](int k) -> const char* { return in[static_cast<size_t>(k)].data() + shift; }, self, {0, count * unit}, sum);
     if (got != expected) return false;
   }

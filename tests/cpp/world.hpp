@@ -24,9 +24,9 @@ class World {
     g.ranks = s_.limits.ranks;
     g.teams = s_.limits.teams;
     g.slots = s_.limits.slots;
-    g.slot_bytes = s_.limits.slot_bytes;
-    g.window_bytes = s_.limits.window_bytes;
-    g.window_stored = ceil_div(g.window_bytes, s_.lines.payload) * s_.lines.bytes;
+    g.slot_bytes = static_cast<int>(s_.limits.slot_bytes);
+    g.window_bytes = static_cast<int>(s_.limits.window_bytes);
+    g.window_stored = static_cast<int>(ceil_div(s_.limits.window_bytes, s_.lines.payload) * s_.lines.bytes);
     i64 own = 0;
     for (const auto& plan : plans)
       for (const Part& p : plan->part) {

@@ -11,10 +11,12 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.models.attention_dispatch import attention_backend
 from torch import Tensor, nn
 
 from purlin_diffusion import Plan, register
 from purlin_diffusion.registry import _plans
+from purlin_diffusion.workers import same_kernels
 
 TOLERANCE = 1e-5  # max abs, f32: a Linear on fewer rows may run another kernel, so a whole model is not bitwise
 HEADS = 5
@@ -41,7 +43,8 @@ def _quiet() -> Iterator[None]:
     diffusers.logging.set_verbosity_error()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with attention_backend("native"), same_kernels():  # set_attention_backend() on one model sets it for all
+        yield
     torch.set_num_threads(threads)
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from purlin_core import Communicator, LocalWorld, ShapeError
 from purlin_diffusion import PlanError, Segment
 from purlin_diffusion.attention.layout import parse_calls, parse_layout
-from purlin_diffusion.attention.sharded import Sharding, sharded_attention
+from purlin_diffusion.attention.sharded import sharded_attention
 from purlin_diffusion.attention.task import DISPATCH, TORCH, Form
+from purlin_diffusion.compiled import Sharding
 from purlin_diffusion.cut import Stretch, stretch, take
 from purlin_diffusion.segments import Division
 

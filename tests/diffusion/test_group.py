@@ -180,7 +180,7 @@ def test_any_tensor_comes_from_the_root(world: LocalWorld, value: Tensor) -> Non
             if comm.rank == 0
             else {"x": [value.clone().fill_(0), {"y": (value.clone().fill_(0), None, 2.5)}], "z": "birch"}
         )
-        return from_root(mine, Carriers(device=comm, host=comm))
+        return from_root(mine, Carriers(device=comm, host=comm))[0]
 
     for got in world.run(rank_of):
         assert got["z"] == "birch" and got["x"][1]["y"][1:] == (None, 2.5)
@@ -193,7 +193,7 @@ def test_any_number_of_tensors_comes_from_the_root(world: LocalWorld, count: int
 
     def rank_of(comm: Communicator) -> Any:
         mine = {"x": [torch.full((2,), 100 * comm.rank + i) for i in range(count)]}
-        return from_root(mine, Carriers(device=comm, host=comm))
+        return from_root(mine, Carriers(device=comm, host=comm))[0]
 
     for got in world.run(rank_of):
         assert [x.tolist() for x in got["x"]] == [[i, i] for i in range(count)]
@@ -205,7 +205,7 @@ def test_a_host_carrier_makes_the_calls_of_its_device(world: LocalWorld) -> None
         assert isinstance(host, Carrier) and (host.rank, host.ranks) == (comm.rank, RANKS)
         before = comm.stats().calls
         arguments = {"x": torch.full((2,), comm.rank), "y": 2}
-        got = from_root(arguments, Carriers(device=comm, host=host))
+        got, _ = from_root(arguments, Carriers(device=comm, host=host))
         wrong = caught(from_root, arguments={"y": comm.rank}, carriers=Carriers(device=comm, host=host))
         host.close()
         return got["x"].tolist(), wrong, comm.stats().calls > before

@@ -405,3 +405,14 @@ def test_auto_takes_the_mode_that_moves_less(tiny: Callable[..., Any]) -> None:
         handle = parallelize(tiny("flux").model, devices=ranks)
         assert f"attention={mode} (auto" in handle.explain()
         handle.undo()
+
+
+def test_a_call_leaves_torch_the_attention_kernels_it_had(tiny: Callable[..., Any]) -> None:
+    """Ranks that are threads choose kernels at once, and one may put back what another has chosen."""
+    case = tiny("flux")
+    handle = parallelize(case.model, devices=2)
+    turn_off = case.model.proj_out.register_forward_hook(lambda *_: torch.backends.cuda.enable_flash_sdp(False))
+    case.run()
+    assert torch.backends.cuda.flash_sdp_enabled()
+    handle.undo()
+    turn_off.remove()

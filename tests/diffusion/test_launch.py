@@ -114,6 +114,59 @@ def test_what_cannot_be_imported_is_named_with_both_cures(monkeypatch: pytest.Mo
             launch(fn, 2)
 
 
+OUT_OF_REACH = """
+import functools, sys
+from purlin_diffusion import LaunchError, launch
+
+def at_the_top():
+    return 7
+
+if __name__ == "__main__":
+    def below():
+        return 8
+
+    class Callable:
+        def __call__(self):
+            return 9
+
+    fns = {"top": at_the_top, "partial": functools.partial(at_the_top), "below": below, "object": Callable()}
+    try:
+        print("returned", launch(fns[sys.argv[1]], 2))
+    except LaunchError as error:
+        print("refused", error)
+"""
+
+
+def said(program: list[str], **options: Any) -> str:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, *program]
+    ran = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=100, **options
+    )
+    assert ran.returncode == 0, ran.stderr
+    return next(line for line in ran.stdout.splitlines() if line.startswith(("returned", "refused")))
+
+
+@pytest.mark.parametrize("name", ["top", "partial"])
+def test_a_function_at_the_top_of_a_script_is_within_reach(name: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(OUT_OF_REACH)
+    assert said([str(tmp_path / "script.py"), name]) == "returned [7, 7]"
+
+
+@pytest.mark.parametrize("name", ["below", "object"])
+def test_what_only_the_running_script_has_is_named_with_both_cures(name: str, tmp_path: Path) -> None:
+    """It can be pickled here, so that it is missing shows in the ranks."""
+    (tmp_path / "script.py").write_text(OUT_OF_REACH)
+    answer = said([str(tmp_path / "script.py"), name])
+    assert answer.startswith("refused launch: rank ") and "AttributeError" in answer
+    assert "top level of a module and import it; or " in answer and "parallelize(pipe, devices=n)" in answer
+
+
+def test_a_program_from_standard_input_is_named_with_both_cures(tmp_path: Path) -> None:
+    answer = said(["-", "top"], input=OUT_OF_REACH, cwd=tmp_path)
+    assert "this program is no file, but <stdin>" in answer and "parallelize(pipe, devices=n)" in answer
+
+
 @pytest.mark.parametrize("ranks", [0, -1, 1.5, True])
 def test_a_wrong_count_is_named(ranks: Any) -> None:
     with pytest.raises(LaunchError, match="`ranks` needs a count"):

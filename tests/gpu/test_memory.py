@@ -70,17 +70,17 @@ def test_a_tensor_outlives_its_communicator() -> None:
 
 def test_reserve_gives_a_new_heap_and_old_tensors_stay_good_outputs() -> None:
     def work(comm: Communicator) -> None:
-        x = torch.full((200_000,), float(comm.rank), device=comm.device)
+        x = torch.full((400_000,), float(comm.rank), device=comm.device)
         with pytest.raises(ShapeError, match="reserve"):
-            comm.empty((400_000,))
-        comm.reserve(1 << 21)
-        old = comm.empty((400_000,))
+            comm.empty((800_000,))
+        comm.reserve(1 << 22)
+        old = comm.empty((800_000,))
         comm.all_gather_into_tensor(old, x)
         assert comm.stats().regimes == {"direct": 1}
-        comm.reserve(1 << 21)
+        comm.reserve(1 << 22)
         comm.all_gather_into_tensor(old.zero_(), x)  # from the heap before: an ordinary tensor now
-        assert comm.stats().regimes == {"direct": 1, "staged": 1} and old.sum() == 200_000
-        new = comm.empty((400_000,))
+        assert comm.stats().regimes == {"direct": 1, "staged": 1} and old.sum() == 400_000
+        new = comm.empty((800_000,))
         comm.all_gather_into_tensor(new, x)
         assert comm.stats().regimes["direct"] == 2 and torch.equal(new, old)
 

@@ -171,10 +171,11 @@ def test_torch_needs_a_gpu_a_rank() -> None:
     pipe = built("flux")
     with pytest.raises(ConfigError, match="needs a GPU a rank; got 2 ranks on cuda:0"):
         parallelize(pipe, ParallelConfig(backend="torch"), devices=sharing(2))
-    with pytest.raises(ConfigError, match="all different or all the same"):
-        parallelize(pipe, devices=[GPU, GPU, "cuda:1"])
+    if torch.cuda.device_count() > 1:
+        with pytest.raises(ConfigError, match="all different or all the same"):
+            parallelize(pipe, devices=[GPU, GPU, "cuda:1"])
     absent = torch.cuda.device_count()
-    with pytest.raises(ConfigError, match=f"GPUs that torch sees, {absent}; got cuda:{absent} too"):
+    with pytest.raises(ConfigError, match=f"GPUs that torch sees, {absent}; got"):
         parallelize(pipe, devices=[GPU, f"cuda:{absent}"])
     with pytest.raises(ConfigError, match=r"\['cuda:0'\] \* 16"):
         parallelize(pipe, devices=16)

@@ -44,20 +44,20 @@ class Apart : public RingHands {
         x_(x) {}
 
   __device__ void copy(const Place& to, const Place& from, Range range) {
-    if (kind_ != Kind::copier) return;
-    if (reduced_) ptx::barrier(copier_barrier(), copiers);  // other lanes may have written what this one reads
-    reduced_ = false;
-    gpu::copy_apart(to, from, range, {lane_, copiers});
+    if (kind_ == Kind::copier) gpu::copy_apart(to, from, range, {lane_, copiers});
   }
-  template <class F>
-  __device__ void reduce(const Place& to, const Place& own, int n, F slot, int self, Range range, Sum sum) {
+  template <class T, class F>
+  __device__ void reduce(int places, T to, const Place& own, int n, F slot, int self, Range range, Sum sum) {
     if (kind_ != Kind::copier) return;
+    if (n == 2 && add_pair(places, to, own, slot, self, range, sum)) return;
     char** slots = x_->slots[reductions_++ % 2];
     if (lane_ < n && lane_ != self) slots[lane_] = const_cast<char*>(slot(lane_));
     ptx::barrier(copier_barrier(), copiers);
-    with_adds<Adding>(
-        sum, [&](auto adds) { gpu::reduce<decltype(adds)>(to, own, n, slots, self, range, sum.op, {lane_, copiers}); });
-    reduced_ = true;
+    with_adds<Adding>(sum, [&](auto adds) {
+      gpu::reduce<decltype(adds)>(to(0), own, n, slots, self, range, sum.op, {lane_, copiers});
+    });
+    if (places > 1) ptx::barrier(copier_barrier(), copiers);  // other lanes have written what this one reads
+    for (int k = 1; k < places; ++k) gpu::copy_apart(to(k), to(0), range, {lane_, copiers});
   }
   template <class F>
   __device__ void notify(int n, F mark) {
@@ -88,15 +88,26 @@ class Apart : public RingHands {
   template <class F>
   __device__ Arrival wait(int n, F mark, Where where) {
     Word seen;
-    return come([&] { return lane_ >= n || reached_gently(l_, team_, mark(lane_), lane_, where, seen); });
+    return come([&] { return lane_ >= n || reached_gently(l_, team_, mark(ptx::here(lane_)), lane_, where, seen); });
   }
   template <class F>
   __device__ Arrival expect(int n, F mark, Where where) {
-    return come([&] { return lane_ >= n || tagged_gently(l_, team_, mark(lane_), lane_, where); });
+    return come([&] { return lane_ >= n || tagged_gently(l_, team_, mark(ptx::here(lane_)), lane_, where); });
   }
   __device__ void drain() const { ptx::barrier(1 + role_, role_threads); }
 
  private:
+  template <class T, class F>
+  __device__ bool add_pair(int places, T to, const Place& own, F slot, int self, Range range, Sum sum) {
+    bool done = false;
+    if constexpr (!std::is_same_v<Adding, AddsAny>)  // all of them in one kernel would need too much of a stack
+      with_adds<Adding>(sum, [&](auto adds) {
+        done =
+            gpu::reduce_two<decltype(adds)>(to(0), places > 1 ? to(1) : Place{}, own, const_cast<char*>(slot(1 - self)),
+                                            self, range, sum.op, {lane_, copiers});
+      });
+    return done;
+  }
   template <class F>
   __device__ Arrival come(F arrived) {
     int k = waits_++;
@@ -130,7 +141,6 @@ class Apart : public RingHands {
   int lane_;
   Crossing<copiers>* x_;
   int waits_ = 0, notifies_ = 0, reductions_ = 0;
-  bool reduced_ = false;
 };
 
 }  // namespace purlin::gpu

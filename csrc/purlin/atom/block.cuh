@@ -183,14 +183,14 @@ __device__ __forceinline__ void play(R& role) {
 
 template <class F>
 __device__ __forceinline__ void store_marks(int n, F mark, int lane, void (*store)(Word*, Word)) {
-  if (lane >= n) return;
-  Mark m = mark(lane);
+  if (lane < 0 || lane >= n) return;
+  Mark m = mark(ptx::here(lane));
   if (m.word) store(m.word, m.value);
 }
 template <class F>
 __device__ __forceinline__ void store_grants(int n, F line, int lane) {
-  if (lane >= n) return;
-  GrantMark m = line(lane);
+  if (lane < 0 || lane >= n) return;
+  GrantMark m = line(ptx::here(lane));
   if (m.line) ptx::store_line(m.line, {m.value.place, m.value.tag});
 }
 __device__ __forceinline__ void keep_word(Word* word, Word value) { *word = value; }

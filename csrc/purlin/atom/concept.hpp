@@ -70,13 +70,16 @@ struct Windows {
 struct Slots {
   PURLIN_FN const char* operator()(int) const { return nullptr; }
 };
+struct Places {
+  PURLIN_FN Place operator()(int) const { return {}; }
+};
 }  // namespace concepts
 
 // clang-format off
 template <class A>
 concept Atom = requires(A a, int n, Place place, Range range, Sum sum, Where where, concepts::Role role,
                         concepts::Marks mark, concepts::Grants line, concepts::Packets packet, concepts::Sources source,
-                        concepts::Windows window, concepts::Slots slot) {
+                        concepts::Windows window, concepts::Slots slot, concepts::Places to) {
   { A::flat } -> std::convertible_to<bool>;           // of this Atom's calls all routes are flat
   a.team();
   a.teams();
@@ -90,16 +93,18 @@ concept Atom = requires(A a, int n, Place place, Range range, Sum sum, Where whe
   a.both(n, role, role);
   // Start: the wire bytes of `range`, to a place, from a place.
   a.copy(place, place, range);
-  // Start: to, my contribution, contributions, slot(k) of the k-th but mine, my k; added in rank order.
-  a.reduce(place, place, n, slot, n, range, sum);
+  // Start: how many places, to(k) the k-th; my contribution, contributions, slot(k) of the k-th but mine, my k; added in
+  // rank order. The sum goes to all places.
+  a.reduce(n, to, place, n, slot, n, range, sum);
 
   // Acquire until *word >= value for every peer (the credit), then start: payload and tag in each line, so no notify
   // follows. The sources may be read before.
   a.put(n, mark, source, window, where);
   a.take(n, packet, where);                           // wait for each packet of a peer and copy it out
-  a.take_reduce(place, place, n, packet, n, sum, where);  // as reduce, of packets
+  a.take_reduce(place, place, n, packet, n, sum, where);  // as reduce, of packets, to one place
 
   // Start: one release at system scope after all this role started, then *word = value for every peer.
+  // Of up to two words a peer.
   a.notify(n, mark);
   a.wait(n, mark, where);                             // acquire until *word >= value for every peer
   // Acquire until number_of(*word) == number_of(value) for every peer; other: the signature differs.

@@ -149,12 +149,13 @@ class Cpu {
       }
     });
   }
-  template <class F>
-  void reduce(Place to, Place own, int n, F slot, int self, Range range, Sum sum) {
+  template <class T, class F>
+  void reduce(int places, T to, Place own, int n, F slot, int self, Range range, Sum sum) {
     const char* from[max_ranks];
     for (int k = 0; k < n; ++k) from[k] = k == self ? nullptr : slot(k);
-    Cursor write(to, range.lo), read(own, range.lo);
+    Cursor write(to(0), range.lo), read(own, range.lo);
     reduce_bytes(write, read, n, from, self, range.hi - range.lo, sum);
+    for (int k = 1; k < places; ++k) copy(to(k), to(0), range);
   }
 
   template <class C, class F, class G>

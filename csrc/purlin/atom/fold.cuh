@@ -73,6 +73,10 @@ struct Fold {
       }
     }
   }
+  PURLIN_FN void halve() {
+#pragma unroll
+    for (int e = 0; e < elements; ++e) wide[e] = wide[e] * static_cast<Wide>(0.5f);
+  }
   PURLIN_FN V rounded(Op op, int n) const {
     if constexpr (std::is_same_v<V, Stored>) {
       return narrow(0, op, n);
@@ -111,16 +115,35 @@ struct Fold {
   }
 };
 
+// The dtypes that models are made of: several in a vector, wide as float.
+PURLIN_FN constexpr bool adds_in_vectors(Dtype dtype) {
+  return dtype == Dtype::float32 || dtype == Dtype::float16 || dtype == Dtype::bfloat16;
+}
 PURLIN_FN bool is_extreme(Op op) { return op == Op::max || op == Op::min; }
 
 // What a kernel adds: one dtype, sums or extremes; or nothing, for it copies.
-template <Dtype dtype, bool extremes>
+template <Dtype which, bool extremes>
 struct Adds {
   static constexpr bool extreme = extremes;
-  using T = numeric::TypeOf<dtype>;
+  static constexpr Dtype dtype = which;
+  using T = numeric::TypeOf<which>;
 };
 struct AddsAny {};  // whichever it is told: less to compile, a call more
 struct Copies {};
+
+// Two contributions, the lower rank's first.
+template <class A, class V>
+PURLIN_FN V added(const V& first, const V& second, Op op) {
+  Fold<typename A::T, A::extreme, V> fold;
+  fold.first(first);
+  fold.next(second, op);
+  if constexpr (adds_in_vectors(A::dtype)) {
+    if (op == Op::avg) fold.halve();  // as exact as a division
+    return fold.rounded(Op::sum, 2);
+  } else {
+    return fold.rounded(op, 2);
+  }
+}
 
 // Calls f(Adds<...>{}) for what is added.
 template <class A, class F>

@@ -82,13 +82,14 @@ class Model {
     });
     m_.yield();
   }
-  template <class F>
-  void reduce(Place to, Place own, int n, F slot, int self, Range range, Sum sum) {
+  template <class T, class F>
+  void reduce(int places, T to, Place own, int n, F slot, int self, Range range, Sum sum) {
     starts("reduce");
     std::vector<const char*> from;
     for (int k = 0; k < n; ++k) from.push_back(k == self ? nullptr : slot(k));
-    role().queue.push_back(folding(to, own, std::move(from), range, sum, nullptr));
+    role().queue.push_back(folding(to(0), own, std::move(from), range, sum, nullptr));
     m_.yield();
+    for (int k = 1; k < places; ++k) copy(to(k), to(0), range);
   }
 
   template <class F>

@@ -68,6 +68,15 @@ __device__ __forceinline__ void store_vector(void* to, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// ---- the number of a peer, in a branch that its lane alone takes
+
+// Constants at a place that differs from lane to lane are read lane by lane, and a compiler that may read them ahead of the branch reads them for all lanes:
+// half a microsecond and more.
+__device__ __forceinline__ int here(int peer) {
+  asm volatile("" : "+r"(peer));
+  return peer;
+}
+
 // ---- barriers of some of a block's threads
 
 __device__ __forceinline__ void barrier(int id, int threads) {

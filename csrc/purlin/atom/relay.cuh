@@ -82,13 +82,13 @@ class Relay : public RingHands {
     for (i64 lo = range.lo; lo < whole; lo += cell_bytes) carry(to, from, {lo, smaller(whole, lo + cell_bytes)});
     if (whole < range.hi) carry_odd(to, from, {whole, range.hi});
   }
-  template <class F>
-  __device__ void reduce(const Place&, const Place&, int, F, int, Range, Sum) {}  // Apart
+  template <class T, class F>
+  __device__ void reduce(int, T, const Place&, int, F, int, Range, Sum) {}  // Apart
   template <class F>
   __device__ void notify(int n, F mark) {
     if (loads_ || dead_) return;
     tell_noted();
-    note_ = lane_ < n ? mark(lane_) : Mark{};
+    note_ = lane_ < n ? mark(ptx::here(lane_)) : Mark{};
     noted_ = true;
     due_ = pieces_;
   }
@@ -107,7 +107,7 @@ class Relay : public RingHands {
   template <class F>
   __device__ Arrival wait(int n, F mark, Where where) {
     if (!loads_) return has_failed() ? Arrival::never : Arrival::yes;
-    Mark m = lane_ < n ? mark(lane_) : Mark{};
+    Mark m = lane_ < n ? mark(ptx::here(lane_)) : Mark{};
     if (m.word == counted_ && m.value <= count_) m.word = nullptr;  // a count only grows: what was seen may be enough
     Word seen = 0;
     bool bad = !reached_gently(l_, team_, m, lane_, where, seen);
@@ -116,7 +116,7 @@ class Relay : public RingHands {
   }
   template <class F>
   __device__ Arrival expect(int n, F mark, Where where) {
-    bool bad = loads_ && lane_ < n && !tagged_gently(l_, team_, mark(lane_), lane_, where);
+    bool bad = loads_ && lane_ < n && !tagged_gently(l_, team_, mark(ptx::here(lane_)), lane_, where);
     Arrival how = loads_ ? verdict(bad) : has_failed() ? Arrival::never : Arrival::yes;
     if (where.what != Where::What::grant) return how;
     // A grant says where to: the storer needs it before it knows its first place.

@@ -46,8 +46,7 @@ __device__ __noinline__ void reduce_boxes(const Place& to, const Place& own, int
   for_each_item(to, own, range, [&](int k, i64 at, i64 lo, i64 hi) {
     Stretch write = stretch(to, k, at), mine = stretch(own, k, at);
     i64 shift = at - range.lo;  // a slot counts from the chunk's first byte
-    // The dtypes that models are made of go in vectors; the others, by their elements.
-    if constexpr (std::is_same_v<typename T::Wide, float>) {
+    if constexpr (adds_in_vectors(A::dtype)) {
       if (write.aligned() && mine.aligned() && hi < most_bytes) {
         i64 whole = hi & ~i64{15};
         constexpr int side_by_side = sizeof(Stored);  // few enough for the registers
@@ -77,10 +76,49 @@ __device__ __noinline__ void reduce_flat(char* to, const char* own, int n, char*
   auto store = [&](i64 b, uint4 v) { ptx::store_vector(to + b, v); };
   fold_units<typename A::T, A::extreme, uint4, sizeof(typename A::T::Stored)>(0, bytes, n, op, team, load, store);
 }
+// Two contributions, the lower rank's first, into one place or two, all in vectors: every byte of a chunk is asked for before the first is added.
+template <class A>
+__device__ __forceinline__ void add_two(char* to, char* also, const char* first, const char* second, i64 bytes, Op op,
+                                        Lanes team) {
+  constexpr int side_by_side = 8;
+  i64 step = team.lanes * vector_bytes;
+#pragma unroll 1
+  for (i64 b = team.lane * vector_bytes; b < bytes; b += side_by_side * step) {
+    uint4 x[side_by_side], y[side_by_side];
+#pragma unroll
+    for (int u = 0; u < side_by_side; ++u)
+      if (b + u * step < bytes) x[u] = ptx::load_vector(first + b + u * step);
+#pragma unroll
+    for (int u = 0; u < side_by_side; ++u)
+      if (b + u * step < bytes) y[u] = ptx::load_vector(second + b + u * step);
+#pragma unroll
+    for (int u = 0; u < side_by_side; ++u) {
+      if (b + u * step >= bytes) break;
+      uint4 sum = added<A>(x[u], y[u], op);
+      ptx::store_vector(to + b + u * step, sum);
+      if (also) ptx::store_vector(also + b + u * step, sum);
+    }
+  }
+}
+// False, and nothing done, where the bytes do not lie in vectors one after the other, or are not added in vectors.
+template <class A>
+__device__ __forceinline__ bool reduce_two(const Place& to, const Place& also, const Place& own, char* slot, int self,
+                                           Range range, Op op, Lanes team) {
+  if constexpr (adds_in_vectors(A::dtype)) {
+    if (!to.flat() || !own.flat()) return false;
+    char *write = to.first + range.lo, *mine = own.first + range.lo;
+    char* more = also.first ? also.first + range.lo : nullptr;
+    i64 bytes = range.hi - range.lo;
+    if (((bits(write) | bits(mine) | static_cast<unsigned long long>(bytes)) & 15) != 0) return false;
+    add_two<A>(write, more, self == 0 ? mine : slot, self == 0 ? slot : mine, bytes, op, team);
+    return true;
+  }
+  return false;
+}
 template <class A>
 __device__ __forceinline__ void reduce(const Place& to, const Place& own, int n, char* const* slots, int self,
                                        Range range, Op op, Lanes team) {
-  if constexpr (std::is_same_v<typename A::T::Wide, float>) {
+  if constexpr (adds_in_vectors(A::dtype)) {
     char *write = to.first + range.lo, *mine = own.first + range.lo;
     i64 bytes = range.hi - range.lo;
     if (to.flat() && own.flat() && ((bits(write) | bits(mine) | static_cast<unsigned long long>(bytes)) & 15) == 0)

@@ -5,13 +5,22 @@
 
 namespace purlin::gpu {
 
-constexpr i64 payload_bytes = 8, line_bytes = 16;
+constexpr int payload_bytes = 8, line_bytes = 16;  // wire bytes of packets are counted in 32 bits
 constexpr int lines_ahead = 4;  // of a packet that a lane reads before it may write, or looks at together
 
 // ---- payloads: 8 bytes of a tensor, fewer at the end of a message
 
 inline __device__ __noinline__ Word gather_odd(Stretch from, i64 at, i64 bytes) {
   Word payload = 0;
+  if (from.flat()) {  // all bytes asked for before the first is used
+    const unsigned char* first = reinterpret_cast<const unsigned char*>(from.first) + at;
+    unsigned char held[payload_bytes];
+#pragma unroll
+    for (int b = 0; b < payload_bytes; ++b) held[b] = b < bytes ? first[b] : 0;
+#pragma unroll
+    for (int b = 0; b < payload_bytes; ++b) payload |= static_cast<Word>(held[b]) << (8 * b);
+    return payload;
+  }
 #pragma unroll 1
   for (i64 b = 0; b < bytes; ++b)
     payload |= static_cast<Word>(*reinterpret_cast<const unsigned char*>(from.byte(at + b))) << (8 * b);
@@ -23,40 +32,40 @@ inline __device__ __noinline__ void scatter_odd(Stretch to, i64 at, i64 bytes, W
 }
 __device__ __forceinline__ Word gather(const Stretch& from, bool even, i64 at, i64 hi) {
   if (even && hi - at >= payload_bytes) return *reinterpret_cast<const Word*>(from.byte(at));
-  return gather_odd(from, at, smaller(payload_bytes, hi - at));
+  return gather_odd(from, at, smaller<i64>(payload_bytes, hi - at));
 }
 __device__ __forceinline__ void scatter(const Stretch& to, bool even, i64 at, i64 hi, Word payload) {
   if (even && hi - at >= payload_bytes) {
     *reinterpret_cast<Word*>(to.byte(at)) = payload;
   } else {
-    scatter_odd(to, at, smaller(payload_bytes, hi - at), payload);
+    scatter_odd(to, at, smaller<i64>(payload_bytes, hi - at), payload);
   }
 }
 
 // ---- putting
 
-__device__ __forceinline__ char* line_at(char* window, i64 byte) {
-  return window + byte * (line_bytes / payload_bytes);
+__device__ __forceinline__ char* line_at(char* window, int byte) {
+  return window + i64{byte} * (line_bytes / payload_bytes);
 }
 
 // What a lane holds of a flat packet while it waits for leave to send it.
 struct Ahead {
   Word payload[lines_ahead];
 };
-__device__ __forceinline__ void read_ahead(Ahead& held, const Stretch& from, bool even, i64 bytes, Lanes team) {
+__device__ __forceinline__ void read_ahead(Ahead& held, const Stretch& from, bool even, int bytes, Lanes team) {
 #pragma unroll
   for (int u = 0; u < lines_ahead; ++u)
-    if (i64 at = (team.lane + u * team.lanes) * payload_bytes; at < bytes)
+    if (int at = (team.lane + u * team.lanes) * payload_bytes; at < bytes)
       held.payload[u] = gather(from, even, at, bytes);
 }
-__device__ __forceinline__ void put_flat(const Ahead& held, const Stretch& from, bool even, i64 bytes, char* window,
+__device__ __forceinline__ void put_flat(const Ahead& held, const Stretch& from, bool even, int bytes, char* window,
                                          Word tag, Lanes team) {
 #pragma unroll
   for (int u = 0; u < lines_ahead; ++u)
-    if (i64 at = (team.lane + u * team.lanes) * payload_bytes; at < bytes)
+    if (int at = (team.lane + u * team.lanes) * payload_bytes; at < bytes)
       ptx::store_line(line_at(window, at), {held.payload[u], tag});
 #pragma unroll 1
-  for (i64 at = (team.lane + lines_ahead * team.lanes) * payload_bytes; at < bytes; at += team.lanes * payload_bytes)
+  for (int at = (team.lane + lines_ahead * team.lanes) * payload_bytes; at < bytes; at += team.lanes * payload_bytes)
     ptx::store_line(line_at(window, at), {gather(from, even, at, bytes), tag});
 }
 inline __device__ __noinline__ void put_boxes(const Bytes& out, Lines to, Lanes team) {
@@ -64,45 +73,45 @@ inline __device__ __noinline__ void put_boxes(const Bytes& out, Lines to, Lanes 
     Stretch from = stretch(out.place, k, at);
     bool even = from.align() >= payload_bytes;
 #pragma unroll 1
-    for (i64 b = lo + team.lane * payload_bytes; b < hi; b += team.lanes * payload_bytes)
-      ptx::store_line(line_at(to.window, at + b - out.range.lo), {gather(from, even, b, hi), to.tag});
+    for (int b = static_cast<int>(lo) + team.lane * payload_bytes; b < hi; b += team.lanes * payload_bytes)
+      ptx::store_line(line_at(to.window, static_cast<int>(at - out.range.lo) + b), {gather(from, even, b, hi), to.tag});
   });
 }
 
 // ---- taking
 
 // Lines of one message, looked at together until all have come.
-__device__ __forceinline__ bool take_lines(const Launch& l, int team, ptx::Line* got, int count, char* window, i64 at,
-                                           i64 apart, Word tag, int peer, Where where) {
+__device__ __forceinline__ bool take_lines(const Launch& l, int team, ptx::Line* got, char* window, int at, int hi,
+                                           int apart, Word tag, int peer, Where where) {
+  auto due = [&](int u) { return at + u * apart < hi; };
   auto come = [&] {
     bool all = true;
 #pragma unroll
     for (int u = 0; u < lines_ahead; ++u)
-      if (u < count) got[u] = ptx::load_line(line_at(window, at + u * apart));
+      if (due(u)) got[u] = ptx::load_line(line_at(window, at + u * apart));
 #pragma unroll
-    for (int u = 0; u < lines_ahead; ++u) all &= u >= count || number_of(got[u].tag) == number_of(tag);
+    for (int u = 0; u < lines_ahead; ++u) all &= !due(u) || number_of(got[u].tag) == number_of(tag);
     return all;
   };
   if (!until(l, team, come, peer, where)) return false;
   bool agreed = true;
 #pragma unroll
-  for (int u = 0; u < lines_ahead; ++u) agreed &= u >= count || got[u].tag == tag;
+  for (int u = 0; u < lines_ahead; ++u) agreed &= !due(u) || got[u].tag == tag;
   if (!agreed) fail(l, team, Fault::mismatch, peer, where);
   return agreed;
 }
 // Wire bytes [lo, hi) of an item whose stretch is `to`; `window` is where the item's first byte would lie.
-__device__ __forceinline__ bool take_stretch(const Launch& l, int team, const Stretch& to, i64 lo, i64 hi, char* window,
+__device__ __forceinline__ bool take_stretch(const Launch& l, int team, const Stretch& to, int lo, int hi, char* window,
                                              Word tag, int peer, Where where, Lanes lanes) {
   bool even = to.align() >= payload_bytes;
-  i64 apart = lanes.lanes * payload_bytes;
+  int apart = lanes.lanes * payload_bytes;
 #pragma unroll 1
-  for (i64 at = lo + lanes.lane * payload_bytes; at < hi; at += lines_ahead * apart) {
+  for (int at = lo + lanes.lane * payload_bytes; at < hi; at += lines_ahead * apart) {
     ptx::Line got[lines_ahead];
-    int count = static_cast<int>(smaller<i64>(lines_ahead, (hi - at + apart - 1) / apart));
-    if (!take_lines(l, team, got, count, window, at, apart, tag, peer, where)) return false;
+    if (!take_lines(l, team, got, window, at, hi, apart, tag, peer, where)) return false;
 #pragma unroll
     for (int u = 0; u < lines_ahead; ++u)
-      if (u < count) scatter(to, even, at + u * apart, hi, got[u].payload);
+      if (at + u * apart < hi) scatter(to, even, at + u * apart, hi, got[u].payload);
   }
   return true;
 }
@@ -110,8 +119,9 @@ inline __device__ __noinline__ bool take_boxes(const Launch& l, int team, const 
                                                Lanes lanes) {
   bool came = true;
   for_each_item(in.place, in.place, in.range, [&](int k, i64 at, i64 lo, i64 hi) {
-    char* window = line_at(in.window, at - in.range.lo);
-    came = came && take_stretch(l, team, stretch(in.place, k, at), lo, hi, window, in.tag, peer, where, lanes);
+    char* window = line_at(in.window, static_cast<int>(at - in.range.lo));
+    came = came && take_stretch(l, team, stretch(in.place, k, at), static_cast<int>(lo), static_cast<int>(hi), window,
+                                in.tag, peer, where, lanes);
   });
   return came;
 }
@@ -125,12 +135,12 @@ struct Incoming {  // by contribution, in shared memory; no window: my own
 // Wire bytes [lo, hi) of an item; a window holds the item's first byte `away` payload bytes after its own first.
 template <class A>
 __device__ __forceinline__ bool take_reduce_stretch(const Launch& l, int team, const Stretch& write,
-                                                    const Stretch& mine, i64 lo, i64 hi, i64 away, int n,
+                                                    const Stretch& mine, int lo, int hi, int away, int n,
                                                     const Incoming& in, int self, Op op, Where where, Lanes lanes) {
   bool even = write.align() >= payload_bytes, mine_even = mine.align() >= payload_bytes;
   auto peer_of = [&](int k) { return k > self ? k - self - 1 : k - self - 1 + n; };
 #pragma unroll 1
-  for (i64 b = lo + lanes.lane * payload_bytes; b < hi; b += lanes.lanes * payload_bytes) {
+  for (int b = lo + lanes.lane * payload_bytes; b < hi; b += lanes.lanes * payload_bytes) {
     Word own = gather(mine, mine_even, b, hi);
     Fold<typename A::T, A::extreme, Word> fold;
 #pragma unroll 1
@@ -169,9 +179,33 @@ __device__ __forceinline__ bool take_reduce_stretch(const Launch& l, int team, c
   }
   return true;
 }
+// Of two ranks: the lines of the one message, several looked at together, each added to this rank's own payload.
 template <class A>
-__device__ __noinline__ bool take_reduce_flat(const Launch& l, int team, char* to, const char* own, i64 bytes, int n,
-                                              const Incoming& in, int self, Op op, Where where, Lanes lanes) {
+__device__ __forceinline__ bool take_add(const Launch& l, int team, char* to, const char* own, int bytes,
+                                         const Packet& in, bool mine_first, Op op, Where where, Lanes lanes) {
+  Stretch write{nullptr, to}, mine{nullptr, const_cast<char*>(own)};
+  bool even = write.align() >= payload_bytes, mine_even = mine.align() >= payload_bytes;
+  int apart = lanes.lanes * payload_bytes;
+#pragma unroll 1
+  for (int at = lanes.lane * payload_bytes; at < bytes; at += lines_ahead * apart) {
+    Word held[lines_ahead];
+    ptx::Line got[lines_ahead];
+#pragma unroll
+    for (int u = 0; u < lines_ahead; ++u)
+      if (at + u * apart < bytes) held[u] = gather(mine, mine_even, at + u * apart, bytes);
+    if (!take_lines(l, team, got, in.window, at, bytes, apart, in.tag, 0, where)) return false;
+#pragma unroll
+    for (int u = 0; u < lines_ahead; ++u) {
+      if (at + u * apart >= bytes) continue;
+      Word sum = mine_first ? added<A>(held[u], got[u].payload, op) : added<A>(got[u].payload, held[u], op);
+      scatter(write, even, at + u * apart, bytes, sum);
+    }
+  }
+  return true;
+}
+template <class A>
+__device__ __forceinline__ bool take_reduce_flat(const Launch& l, int team, char* to, const char* own, int bytes, int n,
+                                                 const Incoming& in, int self, Op op, Where where, Lanes lanes) {
   Stretch write{nullptr, to}, mine{nullptr, const_cast<char*>(own)};
   return take_reduce_stretch<A>(l, team, write, mine, 0, bytes, 0, n, in, self, op, where, lanes);
 }
@@ -181,8 +215,9 @@ __device__ __noinline__ bool take_reduce_boxes(const Launch& l, int team, const 
                                                Lanes lanes) {
   bool came = true;
   for_each_item(to, own, range, [&](int k, i64 at, i64 lo, i64 hi) {
-    came = came && take_reduce_stretch<A>(l, team, stretch(to, k, at), stretch(own, k, at), lo, hi, at - range.lo, n,
-                                          in, self, op, where, lanes);
+    came = came &&
+           take_reduce_stretch<A>(l, team, stretch(to, k, at), stretch(own, k, at), static_cast<int>(lo),
+                                  static_cast<int>(hi), static_cast<int>(at - range.lo), n, in, self, op, where, lanes);
   });
   return came;
 }
@@ -191,8 +226,8 @@ __device__ __forceinline__ bool take_reduce(const Launch& l, int team, const Pla
                                             const Incoming& in, int self, Range range, Op op, Where where,
                                             Lanes lanes) {
   if (to.flat() && own.flat())
-    return take_reduce_flat<A>(l, team, to.first + range.lo, own.first + range.lo, range.hi - range.lo, n, in, self, op,
-                               where, lanes);
+    return take_reduce_flat<A>(l, team, to.first + range.lo, own.first + range.lo,
+                               static_cast<int>(range.hi - range.lo), n, in, self, op, where, lanes);
   return take_reduce_boxes<A>(l, team, to, own, n, in, self, range, op, where, lanes);
 }
 
@@ -223,32 +258,41 @@ class Together {
   __device__ Word sent(Use, int peer) const { return either(peer, looked_.sent, served_.sent); }
   __device__ Word taken(Use, int peer) const { return either(peer, looked_.taken, served_.taken); }
 
+  // What a call counts is read by the next one alone: it is kept, by a warp that has little else to do, while others wait.
   template <class C, class S>
   __device__ void both(int, C consume, S stage) {
     consume.open();
     stage.open();
     stage.step(0);
-    consume.step(0);
-    drain();
+    if constexpr (use == Use::packet) consume.step(0);
     stage.close();
     consume.close();
+    if constexpr (use != Use::packet) consume.step(0);
   }
-  __device__ void copy(const Place& to, const Place& from, Range range) { gpu::copy(to, from, range, lanes()); }
-  template <class F>
-  __device__ void reduce(const Place&, const Place&, int, F, int, Range, Sum) {}  // rings only
+  // From the last lane on: what is little is copied by lanes that take no packets meanwhile.
+  __device__ void copy(const Place& to, const Place& from, Range range) {
+    int all = static_cast<int>(blockDim.x);
+    gpu::copy(to, from, range, {all - 1 - lane(), all});
+  }
+  template <class T, class F>
+  __device__ void reduce(int, T, const Place&, int, F, int, Range, Sum) {}  // rings only
 
   // Peers share the warps: a lane serves one peer, all peers are served at once.
   template <class C, class F, class G>
   __device__ Arrival put(int n, C credit, F source, G window, Where where) {
+    int judge = lane() - from_last(1);  // of the warp that has the least to read
+    bool judges = judge >= 0 && judge < n;
+    Mark due = judges ? credit(ptx::here(judge)) : Mark{};
+    Word paid = due.word ? ptx::load_acquire(due.word) : 0;
     Share mine = share();
-    Bytes out = mine.peer < n ? source(mine.peer) : Bytes{};
-    i64 bytes = out.range.hi - out.range.lo;
+    Bytes out = mine.peer < n ? source(ptx::here(mine.peer)) : Bytes{};
+    int bytes = static_cast<int>(out.range.hi - out.range.lo);
     Stretch from{nullptr, out.place.first + out.range.lo};
     bool one = flat || out.place.flat(), even = (bits(from.first) & (payload_bytes - 1)) == 0;
     Ahead held;
     if (one) read_ahead(held, from, even, bytes, mine.lanes);
-    if (verdict(lane() < n && !reached(l_, team_, credit(lane()), lane(), where)) != Arrival::yes)
-      return Arrival::never;
+    bool bad = due.word && paid < due.value && !reached(l_, team_, due, judge, where);
+    if (verdict(bad) != Arrival::yes) return Arrival::never;
     if (bytes <= 0) return Arrival::yes;
     Lines to = window(mine.peer);
     if (one) {
@@ -267,7 +311,8 @@ class Together {
     bool came;
     if (flat || in.place.flat()) {
       Stretch to{nullptr, in.place.first + in.range.lo};
-      came = take_stretch(l_, team_, to, 0, in.range.hi - in.range.lo, in.window, in.tag, mine.peer, where, mine.lanes);
+      came = take_stretch(l_, team_, to, 0, static_cast<int>(in.range.hi - in.range.lo), in.window, in.tag, mine.peer,
+                          where, mine.lanes);
     } else {
       came = take_boxes(l_, team_, in, mine.peer, where, mine.lanes);
     }
@@ -275,6 +320,7 @@ class Together {
   }
   template <class F>
   __device__ Arrival take_reduce(const Place& to, const Place& own, int n, F packet, int self, Sum sum, Where where) {
+    if (n == 2 && (flat || (to.flat() && own.flat()))) return take_add(to, own, packet, self, sum, where);
     if (lane() < n - 1) {
       int k = l_.call.rank_of(lane());
       Packet in = packet(k);
@@ -297,28 +343,43 @@ class Together {
   // What nobody here waits for is told by the second warp, while the first waits for others.
   template <class F>
   __device__ void tell(int n, F mark) {
-    if (lane() >= warp) store_marks(n, mark, lane() - warp, ptx::store_relaxed);
+    store_marks(n, mark, lane() - warp, ptx::store_relaxed);
   }
   template <class F>
   __device__ void grant(int n, F line) {
-    if (lane() >= warp) store_grants(n, line, lane() - warp);
+    store_grants(n, line, lane() - warp);
   }
   template <class F>
   __device__ void keep(int n, F mark) {
-    store_marks(n, mark, lane(), keep_word);
+    store_marks(n, mark, lane() - from_last(2), keep_word);
   }
   template <class F>
   __device__ Arrival wait(int n, F mark, Where where) {
-    return verdict(lane() < n && !reached(l_, team_, mark(lane()), lane(), where));
+    return verdict(lane() < n && !reached(l_, team_, mark(ptx::here(lane())), lane(), where));
   }
   template <class F>
   __device__ Arrival expect(int n, F mark, Where where) {
-    return verdict(lane() < n && !tagged(l_, team_, mark(lane()), lane(), where));
+    return verdict(lane() < n && !tagged(l_, team_, mark(ptx::here(lane())), lane(), where));
   }
-  __device__ void meet() const { __syncthreads(); }
-  __device__ void drain() const { __syncthreads(); }
+  // Both roles ask for it, at the same place: once is enough.
+  __device__ void meet() {
+    if (met_) __syncthreads();
+    met_ = !met_;
+  }
+  __device__ void drain() const {}  // each step ends by itself
 
  private:
+  template <class F>
+  __device__ Arrival take_add(const Place& to, const Place& own, F packet, int self, Sum sum, Where where) {
+    Packet in = packet(1 - self);
+    Range all = packet(self).range;
+    bool came = true;
+    with_adds<Adding>(sum, [&](auto adds) {
+      came = gpu::take_add<decltype(adds)>(l_, team_, to.first + all.lo, own.first + all.lo,
+                                           static_cast<int>(all.hi - all.lo), in, self == 0, sum.op, where, lanes());
+    });
+    return came ? Arrival::yes : Arrival::never;
+  }
   struct Pair {
     Word sent, taken;
   };
@@ -342,12 +403,15 @@ class Together {
     return __syncthreads_or(bad) ? Arrival::never : Arrival::yes;
   }
   __device__ int lane() const { return static_cast<int>(threadIdx.x); }
+  // The first lane of a warp, the last one being the first from there.
+  __device__ static int from_last(int warps) { return static_cast<int>(blockDim.x) - warps * warp; }
   __device__ Lanes lanes() const { return {lane(), static_cast<int>(blockDim.x)}; }
 
   const Launch& l_;
   int team_;
   Incoming* incoming_;
   Word poison_ = 0;
+  bool met_ = false;
   Pair served_{}, looked_{};
 };
 

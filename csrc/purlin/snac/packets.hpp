@@ -45,7 +45,7 @@ struct StagePackets {
     auto window = [&](int p) { return all().window_out(p); };
     ok = a.put(c.peers(), credit, source, window, {Where::What::credit, Use::packet, 0}) == Arrival::yes;
     if (ok) copy_own(a, c, 0);
-    a.meet();  // an all-reduce onto itself overwrites what was just put
+    if (c.kind != Kind::copy) a.meet();  // an all-reduce onto itself overwrites what was just put
   }
   PURLIN_FN void close() {
     a.keep(c.peers(), [&](int p) {
@@ -68,13 +68,15 @@ struct ConsumePackets {
   PURLIN_FN int steps() const { return 1; }
   PURLIN_FN void step(int) {
     Where where{Where::What::message, Use::packet, 0};
-    a.meet();
     if (c.kind == Kind::copy) {
       a.take(
           c.peers(),
           [&](int p) { return all().in(p, c.pair[p].receive, in_tensors<A::flat>(c.pair[p].receive, c.output)); },
           where);
-    } else if (!all().cut(c.own_from).empty()) {
+      return;
+    }
+    a.meet();
+    if (!all().cut(c.own_from).empty()) {
       Place to = in_tensors<A::flat>(c.own_to, c.output), own = in_tensors<A::flat>(c.own_from, c.input);
       auto packet = [&](int k) {
         return k == c.rank ? Packet{nullptr, 0, own, all().cut(c.own_from)} : all().in(c.peer_of(k), c.own_from, to);

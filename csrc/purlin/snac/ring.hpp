@@ -40,16 +40,20 @@ struct Ring {
   }
 
   template <class R>
-  PURLIN_FN bool send(int step, R route, char* const* tensors) {
-    auto live = [&](int p) { return !cut(route, p, step).empty(); };
+  PURLIN_FN bool credited(int step, R route) {
     Where where{Where::What::credit, use, step};
-    if (a.wait(c.peers(), [&](int p) { return live(p) ? credit(p, step) : Mark{}; }, where) != Arrival::yes)
-      return false;
+    return a.wait(
+               c.peers(), [&](int p) { return cut(route, p, step).empty() ? Mark{} : credit(p, step); }, where) ==
+           Arrival::yes;
+  }
+  template <class R>
+  PURLIN_FN bool send(int step, R route, char* const* tensors) {
+    if (!credited(step, route)) return false;
     for (int p = 0; p < c.peers(); ++p) {
       Range range = cut(route, p, step);
       if (!range.empty()) a.copy(in_slot(slot_out(p, step), range.lo), in_tensors<A::flat>(route(p), tensors), range);
     }
-    a.notify(c.peers(), [&](int p) { return live(p) ? ready_out(p, step) : Mark{}; });
+    a.notify(c.peers(), [&](int p) { return cut(route, p, step).empty() ? Mark{} : ready_out(p, step); });
     return true;
   }
   template <class R>

@@ -52,18 +52,24 @@ struct Reduce {
   PURLIN_FN void open() { announce(a, c); }
   PURLIN_FN int steps() const { return c.steps; }
   PURLIN_FN void step(int i) {
-    Range range = c.own_from.range(i, a.team(), a.teams());
+    Range range = mine(i);
     if (range.empty() || !ok || !(ok = ring().arrived(i, Own{c}))) return;
-    auto slot = [&](int k) -> const char* { return ring().slot_in(c.peer_of(k), i); };
-    a.reduce(in_tensors<A::flat>(c.own_to, c.output), in_tensors<A::flat>(c.own_from, c.input), c.ranks, slot, c.rank,
-             range, c.sum);
+    add(1, [&](int) { return in_tensors<A::flat>(c.own_to, c.output); }, i, range);
     ring().let_go(i, Own{c});
   }
   PURLIN_FN void close() { ring().count_taken(Own{c}); }
+
   PURLIN_FN Ring<A> ring() const { return {a, c, Use::ring}; }
+  PURLIN_FN Range mine(int i) const { return c.own_from.range(i, a.team(), a.teams()); }
+  template <class T>
+  PURLIN_FN void add(int places, T to, int i, Range range) {
+    auto slot = [&](int k) -> const char* { return ring().slot_in(c.peer_of(k), i); };
+    a.reduce(places, to, in_tensors<A::flat>(c.own_from, c.input), c.ranks, slot, c.rank, range, c.sum);
+  }
 };
 
-// Step i: reduce chunk i of my slice and send the sum on a second ring; take chunk i - lag of the others' slices. One ring for both would deadlock.
+// Step i: reduce chunk i of my slice into my output and, on a second ring, into every peer's slot; take chunk i - lag of the others' slices. One ring for
+// both would deadlock.
 template <class A>
 struct ReduceThenGather {
   A& a;
@@ -74,16 +80,28 @@ struct ReduceThenGather {
   PURLIN_FN void open() { announce(a, c); }
   PURLIN_FN int steps() const { return c.steps + c.lag; }
   PURLIN_FN void step(int i) {
-    reduce.step(i);
-    if (reduce.ok) reduce.ok = Ring<A>{a, c, Use::gather}.send(i, OwnSum{c}, c.output);
+    Range range = reduce.mine(i);
+    if (reduce.ok && !range.empty()) reduce.ok = spread(i, range);
     if (!reduce.ok || i < c.lag) return;
     gather.step(i - c.lag);
     reduce.ok = gather.ok;
   }
   PURLIN_FN void close() {
     reduce.close();
-    Ring<A>{a, c, Use::gather}.count_sent(OwnSum{c});
+    sums().count_sent(OwnSum{c});
     gather.close();
+  }
+  PURLIN_FN Ring<A> sums() const { return {a, c, Use::gather}; }
+  PURLIN_FN bool spread(int i, Range range) {
+    if (!reduce.ring().arrived(i, Own{c}) || !sums().credited(i, OwnSum{c})) return false;
+    auto to = [&](int k) {
+      return k == 0 ? in_tensors<A::flat>(c.own_to, c.output) : in_slot(sums().slot_out(k - 1, i), range.lo);
+    };
+    reduce.add(c.ranks, to, i, range);
+    int peers = c.peers();
+    a.notify(2 * peers,
+             [&](int k) { return k < peers ? reduce.ring().freed_out(k, i) : sums().ready_out(k - peers, i); });
+    return true;
   }
 };
 

@@ -11,20 +11,28 @@ from purlin_diffusion.commands.ranks import places
 
 Kind = Literal["alone", "balanced", "split", "context", "ours"]
 HOWS = ("eager", "graph", "compile", "compile+graph")
+WHO = ("alone", "balanced", "split", "context", "torch", "ours")  # words for modes() below, in its order
 
 
 @dataclass(frozen=True)
 class Asked:
-    """How often, and how denoisers shall run. Sent to every rank."""
+    """How often, who, and how denoisers shall run. Sent to every rank. `truth`: compare with float32; None: on GPUs, where it has room.
+
+    `attentions`: of ours. `commit`: for the record, where git cannot say.
+    """
 
     repeats: int
     warmup: int
     hows: tuple[str, ...]
+    who: tuple[str, ...] = WHO
+    truth: bool | None = None
+    attentions: tuple[str, ...] = ("auto",)
+    commit: str = ""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One row of figures. `backend`: who carries exchanges, or diffusers' word for how. `threads`: of one rank on a CPU."""
+    """One row of figures. `backend`: who carries exchanges, or diffusers' word for how. `threads`: of one rank on a CPU. `attention`: of ours."""
 
     name: str
     kind: Kind
@@ -32,6 +40,16 @@ class Mode:
     how: str
     ranks: int = 1
     threads: int | None = None
+    attention: str = "auto"
+
+    @property
+    def who(self) -> str:
+        return "torch" if (self.kind, self.backend) == ("ours", "torch") else self.kind
+
+    @property
+    def parallelized(self) -> bool:
+        """Whether parallelize() has a hand in it: graphs of one rank are its, too."""
+        return self.kind == "ours" or (self.kind in {"alone", "split"} and self.graph)
 
     @property
     def graph(self) -> bool:
@@ -46,9 +64,9 @@ class Mode:
         return f"{self.name}, {self.how}"
 
 
-def modes(options: Options) -> list[Mode]:
+def modes(options: Options, asked: Asked) -> list[Mode]:
     """All there are, in the order of the table, whether they can run or not."""
-    return [mode for how in HOWS for mode in (*alone(options, how), *rivals(options, how), *ours(options, how))]
+    return [mode for how in HOWS for mode in (*alone(options, how), *rivals(options, how), *ours(options, how, asked))]
 
 
 def alone(options: Options, how: str) -> list[Mode]:
@@ -71,15 +89,24 @@ def rivals(options: Options, how: str) -> list[Mode]:
     ]
 
 
-def ours(options: Options, how: str) -> list[Mode]:
-    ranks = options.ranks
-    return [Mode("ours over torch", "ours", "torch", how, ranks), Mode("ours", "ours", "purlin", how, ranks)]
+def ours(options: Options, how: str, asked: Asked) -> list[Mode]:
+    many = len(asked.attentions) > 1
+    return [
+        Mode(f"{name} {attention}" if many else name, "ours", backend, how, options.ranks, attention=attention)
+        for name, backend in (("ours over torch", "torch"), ("ours", "purlin"))
+        for attention in asked.attentions
+    ]
 
 
 def cannot(mode: Mode, options: Options, asked: Asked) -> str:
     """Why a mode cannot run, as far as that is known before it is tried; empty where it can."""
-    unasked = "" if mode.how in asked.hows else f"not asked for: --how {mode.how}"
-    return who_cannot(mode, options) or how_cannot(mode, options) or unasked
+    return who_cannot(mode, options) or how_cannot(mode, options) or unasked(mode, asked)
+
+
+def unasked(mode: Mode, asked: Asked) -> str:
+    if mode.how not in asked.hows:
+        return f"not asked for: --how {mode.how}"
+    return "" if mode.who in asked.who else f"not asked for: --modes {mode.who}"
 
 
 def who_cannot(mode: Mode, options: Options) -> str:
@@ -87,9 +114,8 @@ def who_cannot(mode: Mode, options: Options) -> str:
     if mode.kind == "alone":
         return ""
     if options.ranks == 1:
-        if mode.kind == "ours":
-            return "" if mode.graph else "one rank exchanges nothing: what it can gain is graphs"
-        return "needs 2 ranks or more: --ranks 2"
+        one = "one rank exchanges nothing: what it can gain is graphs, see 1 rank"
+        return one if mode.kind == "ours" else "needs 2 ranks or more: --ranks 2"
     if mode.kind == "balanced" and gpus() < 2:
         return f"a device map spreads a pipeline over GPUs; torch sees {gpus()}"
     if mode.kind == "split" and options.mode not in APART:
@@ -102,10 +128,12 @@ def who_cannot(mode: Mode, options: Options) -> str:
 
 
 def how_cannot(mode: Mode, options: Options) -> str:
-    if mode.kind == "ours":
-        return "torch.compile under parallelize is not built yet" if mode.compile else ""
     if not mode.graph:
         return ""
     if places(options)[0] == "cpu":
         return "a CUDA graph needs a GPU"
-    return "" if mode.compile else "torch makes graphs of a diffusers model by compile only: see compile+graph"
+    if mode.kind == "balanced":
+        return "accelerate's hooks move data between GPUs as Python runs: a CUDA graph would leave them out"
+    if mode.who == "torch" and options.mode not in APART:
+        return "torch.distributed between threads of one process is not recorded"
+    return ""

@@ -11,25 +11,44 @@ from purlin_diffusion.commands.machine import versions
 from purlin_diffusion.commands.timing.plots import bars, timeline
 from purlin_diffusion.commands.timing.record import commit, gpu_names
 from purlin_diffusion.commands.timing.rows import Result, Row
-from purlin_diffusion.commands.timing.table import DETAILS, TITLES, details, headline, likeness, names_by_how, reasons
+from purlin_diffusion.commands.timing.table import (
+    DETAILS,
+    HOST,
+    HOST_SAYS,
+    TITLES,
+    TRUTH,
+    TRUTH_SAYS,
+    details,
+    headline,
+    host_lines,
+    likeness,
+    names_by_how,
+    reasons,
+    truths,
+)
 
 STYLE = Path(__file__).with_name("page.css")
 
 
-def page(result: Result) -> str:
-    """HTML."""
-    title = f"Latency of {result.options.model} on {result.options.ranks} rank{'s' * (result.options.ranks > 1)}"
+def page(*results: Result) -> str:
+    """HTML, of one run: its sizes, one after the other."""
+    options = results[0].options
+    title = f"Latency of {options.model} on {options.ranks} rank{'s' * (options.ranks > 1)}"
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title><style>{STYLE.read_text()}</style></head><body>",
             f"<h1>{escape(title)}</h1>",
-            *(f"<p>{escape(line)}</p>" for line in headline(result).splitlines()),
-            *sections(result),
-            f"<p>{escape(where())}</p></body></html>\n",
+            *(part for result in results for part in of_size(result)),
+            f"<p>{escape(where(results[0]))}</p></body></html>\n",
         ]
     )
+
+
+def of_size(result: Result) -> Iterator[str]:
+    yield from (f"<p>{escape(line)}</p>" for line in headline(result).splitlines())
+    yield from sections(result)
 
 
 def sections(result: Result) -> Iterator[str]:
@@ -37,6 +56,10 @@ def sections(result: Result) -> Iterator[str]:
     yield "<p>Bars are medians, lines go from the least to the most; then how many times as fast as the best of one rank, eager.</p>"
     yield table(TITLES, names_by_how(result))
     yield "<h2>What was measured</h2>" + table(DETAILS, [details(row) for row in result.measured])
+    if true := truths(result):
+        yield f"<h2>Errors</h2><p>{escape(TRUTH_SAYS)}</p>" + table(TRUTH, true)
+    if hosts := host_lines(result):
+        yield f"<h2>The host</h2><p>{escape(HOST_SAYS)}</p>" + table(HOST, hosts)
     yield "<h2>One step</h2>" + timelines(result.measured)
     yield "<h2>The same picture</h2>" + pictures(result.measured)
     if missing := reasons(result.rows):
@@ -75,6 +98,6 @@ def figure(row: Row) -> str:
     return f'<figure><img alt="{escape(row.mode.title)}" src="data:image/png;base64,{source}"><figcaption>{caption}</figcaption></figure>'
 
 
-def where() -> str:
+def where(result: Result) -> str:
     known = ", ".join(f"{name} {version}" for name, version in versions().items())
-    return f"GPUs: {gpu_names()}. Commit {commit()}. {known}."
+    return f"GPUs: {gpu_names()}. Commit {result.asked.commit or commit()}. {known}."

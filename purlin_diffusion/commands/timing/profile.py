@@ -1,35 +1,49 @@
 """One more call, watched: how much of a step goes to exchanges, and when.
 
-On a GPU torch's profiler watches, and an exchange is its kernel, ours or NCCL's, by name. On a CPU a clock around each call of the carrier is enough,
-which has the time in it that is spent waiting for other ranks; only ours can be seen there.
+On a GPU torch's profiler watches, and an exchange is its kernel, ours or NCCL's, by name; it sees, too, where the host waits for the GPU. On a CPU a
+clock around each call of the carrier is enough, which has the time in it that is spent waiting for other ranks; only ours can be seen there.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
-STEP, EXCHANGE = "purlin_diffusion: step", "purlin_diffusion: exchange"
-KERNELS = re.compile(r"purlin|nccl", re.IGNORECASE)
-MOST_SPANS = 400  # in one lane of a timeline
+from purlin_diffusion.commands.picture import CLOCK
+from purlin_diffusion.commands.timing.steps import around_steps
 
+STEP, EXCHANGE = "purlin_diffusion: step", "purlin_diffusion: exchange"
+KERNELS = re.compile(r"purlin::|nccl[A-Z]")
+SYNCS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
+MOST_SPANS = 400  # in one lane of a timeline
 Span = tuple[float, float]  # milliseconds since the step began
 Mark: TypeAlias = "Callable[[str], AbstractContextManager[Any]]"  # leaves an event of that name
+
+HOST = {STEP, CLOCK, *SYNCS}
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Of one rank. `exchange_ms`: a step's mean; None where exchanges cannot be seen. Lanes are of one step amid the call."""
+    """Of one rank. `exchange_ms`: a step's mean; None where exchanges cannot be seen. Lanes are of one step amid the call.
+
+    `syncs`: how often the host waits for a GPU between two calls of the scheduler, a mean; None on a CPU, and of a single step.
+    """
 
     steps: int
     step_ms: float
     exchange_ms: float | None
     lanes: dict[str, tuple[Span, ...]]
+    syncs: float | None = None
+
+    @property
+    def share(self) -> float | None:
+        """Of a step, what goes to exchanges."""
+        return None if self.exchange_ms is None or self.step_ms <= 0 else self.exchange_ms / self.step_ms
 
 
 @dataclass(frozen=True)
@@ -77,28 +91,27 @@ def watched_gpu(draw: Callable[[], Any], pipe: Any, handle: Any) -> tuple[Any, l
 
 
 def from_torch(events: Sequence[Any], gpu: int) -> Iterator[Event]:
-    """Steps, and the kernels of one GPU. torch's times are microseconds, and it shows marks of the host a second time among the kernels."""
+    """Steps, waits of the host, and the kernels of one GPU. torch's times are microseconds, and it shows ranges of the host a second time among the
+    kernels."""
     for event in events:
         kernel = str(event.device_type).endswith("CUDA")
-        if event.name != EXCHANGE and kernel != (event.name == STEP) and (not kernel or event.device_index == gpu):
-            yield Event(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3, kernel)
+        if kernel and (event.device_index != gpu or getattr(event, "is_user_annotation", False)):
+            continue
+        if event.name == EXCHANGE or kernel == (event.name in HOST):
+            continue
+        yield Event(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3, kernel)
 
 
 @contextmanager
 def marked_steps(pipe: Any, mark: Mark) -> Iterator[None]:
     """Let each step of the scheduler leave an event."""
-    step = pipe.scheduler.step
 
-    @functools.wraps(step)
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def marked(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with mark(STEP):
             return step(*args, **kwargs)
 
-    pipe.scheduler.step = marked
-    try:
+    with around_steps(pipe, marked):
         yield
-    finally:
-        del pipe.scheduler.step
 
 
 @contextmanager
@@ -143,7 +156,20 @@ def read(events: Sequence[Event], *, gpu: bool, exchanges: bool) -> Profile:
         other = [(event.start, event.end) for event in events if event.kernel and not event.exchange]
         lanes["other kernels"] = within(other, begin, end)
     total = sum(stop - start for start, stop in union(moved)) / max(1, len(ends)) if exchanges else None
-    return Profile(len(ends), end - begin, total, lanes)
+    return Profile(len(ends), end - begin, total, lanes, waits_a_step(events) if gpu else None)
+
+
+def waits_a_step(events: Sequence[Event]) -> float | None:
+    """Of the host, for a GPU, while a denoiser's call is launched; the clock's own are no part of it."""
+    steps = sorted((event.start, event.end) for event in events if event.name == STEP and not event.kernel)
+    clocks = [(event.start, event.end) for event in events if event.name == CLOCK]
+    spans = [(end, start) for (_, end), (start, _) in pairwise(steps)]
+    waits = [event.start for event in events if event.name in SYNCS and not inside(event.start, clocks)]
+    return sum(inside(wait, spans) for wait in waits) / len(spans) if spans else None
+
+
+def inside(moment: float, spans: Sequence[Span]) -> bool:
+    return any(start <= moment <= end for start, end in spans)
 
 
 def step_amid(ends: Sequence[float], events: Sequence[Event]) -> Span:

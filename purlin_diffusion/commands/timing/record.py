@@ -15,8 +15,8 @@ from typing import Any
 
 from purlin_diffusion.commands.machine import cores, versions
 from purlin_diffusion.commands.picture import call_arguments
-from purlin_diffusion.commands.timing.measure import Visit
 from purlin_diffusion.commands.timing.rows import Result, Row, Spread
+from purlin_diffusion.commands.timing.visit import Visit
 
 HERE = Path(__file__).resolve().parent
 
@@ -28,16 +28,16 @@ def append(file: Path, records: Iterable[dict[str, Any]]) -> None:
 
 def lines(result: Result) -> list[dict[str, Any]]:
     """Times in ms and s, memory in 1e9 bytes; None is what was not measured, and `why` says why where nothing was."""
-    run = run_facts() | asked_facts(result)
+    run = run_facts(result.asked.commit) | asked_facts(result)
     return [run | row_facts(row) for row in result.rows]
 
 
-def run_facts() -> dict[str, Any]:
+def run_facts(commit_said: str = "") -> dict[str, Any]:
     now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
     return {
         "run": uuid.uuid4().hex[:12],
         "date": now.isoformat(),
-        "commit": commit(),
+        "commit": commit_said or commit(),
         "machine": f"{platform.system()} {platform.machine()}, {cores()} cores",
         "gpus": gpu_names(),
         "versions": versions(),
@@ -51,7 +51,7 @@ def asked_facts(result: Result) -> dict[str, Any]:
         "model": options.model,
         "size": f"{sides[0]}x{sides[1]}" if all(sides) else "default",
         "steps": arguments.get("num_inference_steps"),
-        "attention": options.attention,
+        "attention": ",".join(result.asked.attentions),
         "dtype": options.dtype or "default",
         "world": options.mode,
         "repeats": result.asked.repeats,
@@ -77,9 +77,22 @@ def row_facts(row: Row) -> dict[str, Any]:
         "images_per_s": row.images_per_s,
         "memory_gb": row.memory_gb,
         "exchange_ms_per_step": row.profile.exchange_ms if row.profile else None,
+        "exchange_share": row.profile.share if row.profile else None,
+        "syncs_per_step": row.profile.syncs if row.profile else None,
+        "decode_ms": row.decode_s.median * 1e3 if row.decode_s else None,
+        "host_ms_per_step": row.host.ms if row.host else None,
+        "allocations_per_step": row.host.allocations if row.host else None,
+        "mallocs_per_step": row.host.mallocs if row.host else None,
+        "graphs_recorded": row.graphs.captures if row.graphs else None,
+        "graphs_replayed": row.graphs.replays if row.graphs else None,
+        "error_call": row.error.call if row.error else None,
+        "error_picture": row.error.picture if row.error else None,
+        "error_call_over_one": row.over_one[0] if row.over_one else None,
+        "error_picture_over_one": row.over_one[1] if row.over_one else None,
         "max_abs": row.likeness.max_abs if row.likeness else None,
         "psnr_db": row.likeness.psnr_db if row.likeness else None,
         "why": row.cannot,
+        "note": row.note,
     }
 
 
@@ -90,7 +103,7 @@ def or_none(value: float) -> float | None:
 def whole(result: Result) -> dict[str, Any]:
     """Rows, every repeat of every rank, and the machine; pictures and timelines apart."""
     return {
-        **run_facts(),
+        **run_facts(result.asked.commit),
         **asked_facts(result),
         "options": asdict(result.options),
         "arguments": call_arguments(result.options),

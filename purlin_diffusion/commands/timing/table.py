@@ -9,17 +9,29 @@ from purlin_diffusion.commands.picture import call_arguments
 from purlin_diffusion.commands.ranks import places, sharing
 from purlin_diffusion.commands.timing.modes import HOWS
 from purlin_diffusion.commands.timing.rows import Result, Row
+from purlin_diffusion.commands.timing.truth import MOST
 
 TITLES = ("mode", *HOWS)
 DETAILS = (
     "mode",
     "ranks",
     "step, ms",
+    "decode, ms",
     "pictures a minute",
     "speed-up",
     "memory a rank, GB",
     "exchanges, ms a step",
     "difference from 1 rank",
+)
+TRUTH = ("mode", "error of a call", "error / 1 rank", "error of the picture", "error / 1 rank")
+HOST = (
+    "mode",
+    "host, ms a step",
+    "allocations a step",
+    "cudaMalloc a step",
+    "host waits a step",
+    "graphs recorded",
+    "replayed",
 )
 
 
@@ -29,9 +41,56 @@ def text(result: Result) -> str:
         "A picture, ms: median (least to most).\n\n" + markdown(TITLES, names_by_how(result)),
         markdown(DETAILS, [details(row) for row in result.measured]),
     ]
+    if true := truths(result):
+        parts.append(f"{TRUTH_SAYS}\n\n" + markdown(TRUTH, true))
+    if hosts := host_lines(result):
+        parts.append(f"{HOST_SAYS}\n\n" + markdown(HOST, hosts))
+    parts += [f"{row.mode.title} could not be watched: {row.note}" for row in result.measured if row.note]
     if missing := reasons(result.rows):
         parts.append("Not measured:\n" + "\n".join(f"- [{n}] {why} ({who})" for n, (why, who) in enumerate(missing, 1)))
     return "\n\n".join(parts)
+
+
+TRUTH_SAYS = (
+    "Errors: root mean square, relative to the same weights and texts in float32 on one rank, of the first denoiser call and of the last latents."
+    f" Over {MOST} times that of 1 rank, eager, is marked with !"
+)
+HOST_SAYS = (
+    "The host, between two calls of the scheduler (the denoiser, and a little of the pipeline): until all is launched, without its waits for the GPU;"
+    " blocks of torch's allocator; waits that a profiler saw. Graphs: of the first rank, in one visit or since it was compiled."
+)
+
+
+def truths(result: Result) -> list[list[str]]:
+    """A line a mode whose error is known."""
+    return [
+        [row.mode.title, f"{row.error.call:.2e}", over(row, 0), f"{row.error.picture:.2e}", over(row, 1)]
+        for row in result.measured
+        if row.error
+    ]
+
+
+def over(row: Row, which: int) -> str:
+    if row.over_one is None:
+        return ""
+    return f"{row.over_one[which]:.2f}x" + " !" * (row.over_one[which] > MOST)
+
+
+def host_lines(result: Result) -> list[list[str]]:
+    """A line a mode that was watched on a GPU."""
+    return [
+        [
+            row.mode.title,
+            number(row.host.ms, ".2f"),
+            number(row.host.allocations, ".0f"),
+            number(row.host.mallocs, ".0f"),
+            number(row.profile.syncs if row.profile else None, ".1f"),
+            str(row.graphs.captures) if row.graphs else "",
+            (str(row.graphs.replays) + f", off: {row.graphs.off}" * bool(row.graphs.off)) if row.graphs else "",
+        ]
+        for row in result.measured
+        if row.host
+    ]
 
 
 def headline(result: Result) -> str:
@@ -42,9 +101,9 @@ def headline(result: Result) -> str:
     where = ", ".join(dict.fromkeys(places(options)))
     shared = f"{sharing(options)}\n" if sharing(options) else ""
     return (
-        f"{options.model} ({said or 'defaults of the pipeline'}), {options.ranks} {how} on {where}, attention {options.attention}\n"
+        f"{options.model} ({said or 'defaults of the pipeline'}), {options.ranks} {how} on {where}, attention {', '.join(asked.attentions)}\n"
         f"{shared}"
-        f"{asked.repeats} repeat{'s' * (asked.repeats > 1)}, interleaved, each after {asked.warmup} warm-up; times of the slowest rank;"
+        f"{asked.repeats} repeat{'s' * (asked.repeats > 1)}, interleaved, each after {asked.warmup} warm-up (2 for graphs); of the slowest rank;"
         f" speed-up: over the best of 1 rank, eager; {cores()} cores, shared by the ranks"
     )
 
@@ -63,15 +122,16 @@ def cell(row: Row, whys: Sequence[str]) -> str:
 
 
 def details(row: Row) -> list[str]:
-    exchange = row.profile.exchange_ms if row.profile else None
+    exchange, share = (row.profile.exchange_ms, row.profile.share) if row.profile else (None, None)
     return [
         row.mode.title,
         str(row.mode.ranks),
         row.step_s.text(1e-3) if row.step_s else "one step only",
+        row.decode_s.text(1e-3) if row.decode_s else "",
         number(None if row.images_per_s is None else row.images_per_s * 60, ".1f"),
         number(row.speedup, ".2f", "x"),
         number(row.memory_gb, ".2f"),
-        number(exchange, ".2f"),
+        number(exchange, ".2f") + (f" ({share:.0%} of a watched one)" if share is not None else ""),
         likeness(row),
     ]
 
