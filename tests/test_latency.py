@@ -29,7 +29,7 @@ from purlin_core.errors import StallError
 from purlin_diffusion import opening
 from purlin_diffusion.__main__ import main
 from purlin_diffusion.commands import compare, latency, picture
-from purlin_diffusion.commands.exits import FAILED, INTERRUPTED, WRONG_INPUT
+from purlin_diffusion.commands.exits import FAILED, INTERRUPTED, WRONG_INPUT, InputError
 from purlin_diffusion.commands.options import Options
 from purlin_diffusion.commands.picture import CLOCK, Seconds
 from purlin_diffusion.commands.timing import (
@@ -228,15 +228,28 @@ def out_of_memory(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("no room")
 
 
-def test_want_of_memory_is_a_row_and_the_next_mode_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def refused(*_: Any, **__: Any) -> Any:
+    raise InputError("no such attention")  # as diffusers' ring says, which wants a log-sum-exp
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [
+        (out_of_memory, "OutOfMemoryError: no room"),
+        (refused, "a defect of purlin_diffusion: InputError: no such attention"),
+    ],
+)
+def test_what_one_mode_cannot_do_is_a_row_and_the_next_mode_runs(
+    fails: Callable[[], Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = rank.Rank.draw
 
     def short_of_it(self: Any, mode: Mode, ready: Any, **how: Any) -> Any:
-        return out_of_memory() if mode.backend == "torch" else draw(self, mode, ready, **how)
+        return fails() if mode.backend == "torch" else draw(self, mode, ready, **how)
 
     monkeypatch.setattr(rank.Rank, "draw", short_of_it)
     result = measured("--ranks", "2", "--threads")
-    assert [by_mode(result)[name].cannot for name in OURS] == ["OutOfMemoryError: no room", ""]
+    assert [by_mode(result)[name].cannot for name in OURS] == [told, ""]
 
 
 def test_what_cannot_be_watched_keeps_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:

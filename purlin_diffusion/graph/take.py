@@ -29,7 +29,7 @@ class Take:
         ready: Callable[[], None] = lambda: None,
     ) -> None:
         """body(arguments), recorded on copies of its tensors. Raises what Recorder.record raises."""
-        inputs = map_tensors(dict(arguments), lambda x: x.detach().to(self._pool.device).clone())
+        inputs = map_tensors(dict(arguments), lambda x: alike(x.detach(), self._pool.device))
         with _without_cast_cache():
             self._outputs = self._recorder.record(lambda: body(inputs), ready=ready)
         self._inputs = list(_tensors(inputs))
@@ -48,7 +48,7 @@ class Take:
         outputs = map_output(self._outputs, fresh)
         with self._pool.turn():
             for mine, theirs in zip(self._inputs, _tensors(arguments), strict=True):
-                mine.copy_(theirs)
+                _spread(mine).copy_(_spread(theirs))
             self._recorder.replay()
             for theirs, mine in pairs:
                 theirs.copy_(mine)
@@ -57,6 +57,21 @@ class Take:
     def free(self) -> None:
         self._recorder.free()
         self._inputs, self._outputs = [], None
+
+
+def alike(x: Tensor, device: torch.device) -> Tensor:
+    """A copy of `x` on `device` with its strides: compiled code would be compiled anew for others, which cannot be done while a graph is recorded."""
+    spread = _spread(x)
+    copy = torch.empty_strided(spread.shape, spread.stride(), dtype=x.dtype, device=device)
+    return copy.copy_(spread).expand(x.shape)
+
+
+def _spread(x: Tensor) -> Tensor:
+    """`x` without what it only repeats."""
+    for dim, (extent, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if stride == 0 and extent > 1:
+            x = x.narrow(dim, 0, 1)
+    return x
 
 
 def map_output(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -72,7 +87,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def _without_cast_cache() -> Iterator[None]:
-    """Autocast keeps casts of weights until its block ends: a graph would go on reading them."""
+    """Autocast keeps casts of weights until its block ends: a graph would go on reading them.
+
+    Without autocast the switch stays as it is: compiled code looks at it.
+    """
+    if not any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        yield
+        return
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

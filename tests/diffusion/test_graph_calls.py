@@ -10,12 +10,13 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
-from torch import Tensor
+from torch import Tensor, nn
 
 from purlin_core import Communicator, LocalWorld
 from purlin_core.rendezvous import LocalRendezvous
 from purlin_diffusion import ConfigError, Handle, ParallelConfig, parallelize
 from purlin_diffusion.graph.state import own_graphs
+from purlin_diffusion.graph.take import alike
 from tests.diffusion.conftest import TOLERANCE, flux, noise, sd3
 from tests.diffusion.echo import Studio, done
 
@@ -303,3 +304,41 @@ def test_other_ways_to_compile_leave_ours_on() -> None:
     handle = Studio().open(torch.compile(case.model, backend="eager"), devices=1)
     assert handle.graphs_off == ""
     handle.undo()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_compiled_anew_for_a_recording(family: str) -> None:
+    """A GPU refuses that while it records."""
+    case = FAMILIES[family]()
+    expanded = {"timestep": case.inputs["timestep"][:1].expand(case.inputs["timestep"].shape)}
+    wanted = case.run(**expanded)
+    torch._dynamo.reset()
+    handle = Studio().open(case.model, devices=1)
+    for blocks in (module for module in case.model.children() if isinstance(module, nn.ModuleList)):
+        for block in blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+    case.run(**expanded)
+    made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    got = [case.run(**expanded) for _ in range(3)]
+    assert made > 0 and torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
+    assert done(handle) == [(1, 3, 0)]
+    assert all(difference(each, wanted) <= TOLERANCE for each in got)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(12.0).reshape(3, 4),
+        lambda: torch.arange(12.0).reshape(3, 4).t(),
+        lambda: torch.arange(12.0).reshape(3, 4)[:, 1:3],
+        lambda: torch.arange(3.0)[:, None].expand(3, 4),
+        lambda: torch.tensor(2.0).expand(5),
+        lambda: torch.tensor(2.0),
+        lambda: torch.empty(0, 4),
+    ],
+)
+def test_recorded_inputs_lie_as_those_of_the_call(make: Callable[[], Tensor]) -> None:
+    x = make()
+    copy = alike(x, x.device)
+    assert torch.equal(copy, x) and copy.stride() == x.stride() and copy.dtype == x.dtype
+    assert copy.data_ptr() != x.data_ptr() or x.numel() == 0

@@ -93,9 +93,9 @@ class Rank:
                 if visit.seconds and not self.met_before(mode):
                     visit = replace(visit, memory_gb=memory.peak_gb(self.devices(mode), others))
                 return visit
-        except InputError:
-            raise
         except Exception as error:
+            if isinstance(error, InputError) and mode.kind == "alone":  # what is wrong for one rank is wrong for all
+                raise
             why = told(error)
             if not excused(mode, error):
                 traceback.print_exc()
@@ -111,11 +111,14 @@ class Rank:
             return Visit(mode, cannot=why)
         with seen_outputs(ready.pipe) as outputs:
             images, seconds = self.draw(mode, ready)
+        found = graphs(ready)
+        if mode.graph and (found is None or found.replays == 0):
+            return Visit(
+                mode, cannot=f"no graph was replayed: {found.off or 'none was recorded' if found else 'none is made'}"
+            )
         many = mode.ranks if mode.kind == "split" else 1
         image = array(images)
-        return Visit(
-            mode, seconds, many, likeness=self.liken(mode, image), error=self.error(outputs), graphs=graphs(ready)
-        )
+        return Visit(mode, seconds, many, likeness=self.liken(mode, image), error=self.error(outputs), graphs=found)
 
     def shown(self, mode: Mode, ready: Ready) -> Visit:
         gpu = place(self.options) != "cpu"
