@@ -164,6 +164,7 @@ struct Litmus {
   Shape shape;
   Flaw flaw;
   Machine::Ending ending;
+  int calls = 1;
 };
 
 // A message passed from rank 0 to rank 1, and two sums. Without a flaw they always work; with it they do not.
@@ -175,7 +176,7 @@ bool passes(const Litmus& l, model::Stacks& stacks) {
   for (Word seed = 0; seed < litmus_seeds; ++seed) {
     Program p;
     p.setting = {{2, 1, 1, 16, 256}, 1, lines};
-    p.schedule.assign(2, {plan(p, l.shape)});
+    p.schedule.assign(2, std::vector<int>(static_cast<size_t>(l.calls), plan(p, l.shape)));
     Random random(seed);
     Temper temper = draw_temper(random, l.flaw);
     Result result = Run(p, stacks, random, temper).run(false);
@@ -192,7 +193,8 @@ int self_check(model::Stacks& stacks) {
   Shape message = tiny(Kind::copy, Regime::staged, Form::apart, 4),
         stream = tiny(Kind::copy, Regime::staged, Form::apart, 24);
   Shape sums = tiny(Kind::all_reduce, Regime::staged, Form::apart, 24),
-        shot = tiny(Kind::all_reduce, Regime::packet, Form::in_place, 12);
+        shot = tiny(Kind::all_reduce, Regime::packet, Form::in_place, 12),
+        packet = tiny(Kind::copy, Regime::packet, Form::apart, 4);
   const Litmus all[] = {
       {"a message, released and acquired", message, Flaw::none, Ending::done},
       {"a message, notify without release", message, Flaw::relaxed_notify, Ending::broken},
@@ -200,6 +202,7 @@ int self_check(model::Stacks& stacks) {
       {"a message, notify before what it tells of", message, Flaw::early_notify, Ending::broken},
       {"six messages through one slot", stream, Flaw::none, Ending::done},
       {"six messages, what is started is pushed out at the end only", stream, Flaw::no_push, Ending::dead},
+      {"eight packets one way, through the windows twice", packet, Flaw::none, Ending::done, 8},
       {"sums sent on", sums, Flaw::none, Ending::done},
       {"sums sent on, operations of a role out of order", sums, Flaw::unordered, Ending::broken},
       {"one shot in place", shot, Flaw::none, Ending::done},

@@ -61,7 +61,8 @@ def sections(result: Result) -> Iterator[str]:
     if hosts := host_lines(result):
         yield f"<h2>The host</h2><p>{escape(HOST_SAYS)}</p>" + table(HOST, hosts)
     yield "<h2>One step</h2>" + timelines(result.measured)
-    yield "<h2>The same picture</h2>" + pictures(result.measured)
+    if shown := [row for row in result.measured if row.picture]:
+        yield f'<h2>The same picture</h2><div class="pictures">{"".join(map(figure, shown))}</div>'
     if missing := reasons(result.rows):
         items = (f"<li><b>{escape(why)}</b><br>{escape(who)}</li>" for why, who in missing)
         yield f'<h2>What was not, and why</h2><ol class="why">{"".join(items)}</ol>'
@@ -83,11 +84,6 @@ def timelines(rows: Iterable[Row]) -> str:
         "<p>The first rank, in a call of its own (on a GPU under torch's profiler, which slows the step itself);"
         " waiting for other ranks counts as exchange.</p>"
     )
-
-
-def pictures(rows: Sequence[Row]) -> str:
-    shown = [row for row in rows if row.picture]
-    return f'<div class="pictures">{"".join(map(figure, shown))}</div>'
 
 
 def figure(row: Row) -> str:
