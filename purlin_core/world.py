@@ -19,7 +19,7 @@ from purlin_core.settings import ask_for_queues
 
 T = TypeVar("T")
 
-ALIKE_SECONDS = 0.25  # how long a rank with bad input waits to see whether all ranks have it
+ALIKE_SECONDS = 1.0  # how long a rank with bad input waits to see whether all ranks have it
 
 
 class LocalWorld:
