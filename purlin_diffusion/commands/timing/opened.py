@@ -21,6 +21,7 @@ from purlin_diffusion.commands.ranks import places
 from purlin_diffusion.commands.timing.modes import Mode
 
 SHM = Path("/dev/shm")  # where a pipeline is written faster than on a disk, if it fits
+MOST_GRAPHS = 64  # of the code of one block, in all modes and sizes
 
 
 @dataclass(frozen=True)
@@ -164,11 +165,15 @@ def context_parallel(pipe: Any, mode: Mode) -> None:
 def compile_denoisers(pipe: Any, *, fullgraph: bool) -> None:
     """As diffusers' guide does: the blocks that repeat; those of our plan where diffusers names none; else all of it.
 
-    `fullgraph`: a break is an error. diffusers' context parallel and accelerate's hooks are given leave to break.
+    For the sizes there are: torch remembers those of other modes that run the same code, and what comes after them it would compile for any size, which
+    takes the host longer. `fullgraph`: a break is an error. diffusers' context parallel and accelerate's hooks are given leave to break.
     """
+    import torch
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     for _, model in named_denoisers(pipe):
         compile_blocks(
-            partial(model.compile_repeated_blocks, fullgraph=fullgraph),
+            partial(model.compile_repeated_blocks, fullgraph=fullgraph, dynamic=False),
             otherwise=partial(compile_planned, model, fullgraph=fullgraph),
         )
 
@@ -190,4 +195,4 @@ def compile_planned(model: Any, *, fullgraph: bool) -> None:
         names = ()
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     for module in blocks or [model]:
-        module.compile(fullgraph=fullgraph)
+        module.compile(fullgraph=fullgraph, dynamic=False)
