@@ -165,8 +165,8 @@ def context_parallel(pipe: Any, mode: Mode) -> None:
 def compile_denoisers(pipe: Any, *, fullgraph: bool) -> None:
     """As diffusers' guide does: the blocks that repeat; those of our plan where diffusers names none; else all of it.
 
-    For the sizes there are: torch remembers those of other modes that run the same code, and what comes after them it would compile for any size, which
-    takes the host longer. `fullgraph`: a break is an error. diffusers' context parallel and accelerate's hooks are given leave to break.
+    For the sizes there are: torch remembers those of other modes that run the same code, and what comes after them it would compile for any size, and
+    that takes the host longer. `fullgraph`: a break is an error. diffusers' context parallel and accelerate's hooks are given leave to break.
     """
     import torch
 
