@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +24,6 @@ from purlin_core.errors import (
     DeviceError,
     PurlinError,
     SetupError,
-    ShapeError,
 )
 from purlin_core.memory import address_of
 from purlin_core.plan import FrozenSizes, freeze_sizes
@@ -35,11 +32,12 @@ from purlin_core.prepare import Asked, Prepared, in_place, prepare, prepare_all_
 from purlin_core.ranges import named
 from purlin_core.recorder import Recorder
 from purlin_core.rendezvous import LocalRendezvous, meeting_of
+from purlin_core.results import are_granted, in_heap, ordinary, prepare_granted
 from purlin_core.settings import Settings
 from purlin_core.spec import Op, Sizes
 from purlin_core.terms import check_arguments
 from purlin_core.trace import joined
-from purlin_core.tune import Regime, Scratch, Tuning, most_teams
+from purlin_core.tune import Scratch, Tuning, most_teams
 
 MAX_RANKS = 16
 _OVERLAP, _CONCURRENT = 16, 17  # Outcome in csrc/purlin/endpoint.hpp
@@ -384,34 +382,29 @@ class Communicator:
             asked = Asked(call, specs, sizes, op, tag, self.device, granted)
             prepared = self._plan_call(key, asked, tensors, out)
         if out is None:
-            prepared, key, out = self._results(prepared, key, tensors)
+            if are_granted(prepared):
+                prepared, key, out = self._in_heap(prepared, key, tensors)
+            else:
+                out = ordinary(prepared, tensors)
         self._run(prepared, tensors, out, [x.data_ptr() for x in tensors], [address_of(o) for o in out], key)
         return list(out)
 
     def _plan_call(self, key: Any, asked: Asked, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> Prepared:
-        """Where results may be granted, they are if they leave room for as many more, and if that is the faster way."""
         if out is None and self._granted_results:
-            prepared = prepare(self._tie.site, replace(asked, granted=True), tensors, out)
-            taken = sum(
-                math.prod(shape) * x.element_size() for shape, x in zip(prepared.out_shapes, tensors, strict=True)
-            )
-            if prepared.schedule.regime is not Regime.DIRECT or 2 * taken <= self._tie.site.geometry.heap_bytes:
-                return self._planned(key, asked.call, lambda: prepared)
+            return self._planned(key, asked.call, partial(prepare_granted, self._tie.site, asked, tensors))
         return self._planned(key, asked.call, partial(prepare, self._tie.site, asked, tensors, out))
 
-    def _results(self, prepared: Prepared, key: Any, tensors: Sequence[Tensor]) -> tuple[Prepared, Any, list[Tensor]]:
-        """Tensors for what a call makes; and another plan, if what it has granted so far is still in use everywhere."""
-        shapes = prepared.out_shapes
-        if prepared.schedule.regime is Regime.DIRECT:
-            try:
-                return prepared, key, [self._tie.heap.empty(s, x.dtype) for s, x in zip(shapes, tensors, strict=True)]
-            except ShapeError:
-                call, specs, sizes, op, tag = key[:5]
-                asked = Asked(call, specs, sizes, op, tag, self.device, granted=False)
-                key = (key, "ordinary")
-                plan = partial(prepare, self._tie.site, asked, tensors, None)
-                prepared = self._plans.get(key) or self._planned(key, call, plan)
-        return prepared, key, [x.new_empty(shape) for shape, x in zip(shapes, tensors, strict=True)]
+    def _in_heap(self, prepared: Prepared, key: Any, tensors: Sequence[Tensor]) -> tuple[Prepared, Any, list[Tensor]]:
+        """Granted results; without room another plan, and ordinary ones."""
+        results = in_heap(prepared, tensors, self._tie.heap)
+        if results is None:
+            call, specs, sizes, op, tag = key[:5]
+            asked = Asked(call, specs, sizes, op, tag, self.device, granted=False)
+            key = (key, "ordinary")
+            plan = partial(prepare, self._tie.site, asked, tensors, None)
+            prepared = self._plans.get(key) or self._planned(key, call, plan)
+            results = ordinary(prepared, tensors)
+        return prepared, key, results
 
     def _planned(self, key: Any, call: str, make: Callable[[], Prepared]) -> Prepared:
         if self._tie.capturing:

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from purlin_core import Communicator, LocalWorld, Spec
+from purlin_core import Communicator, DeviceError, LocalWorld, Spec
+from purlin_core.connection import Connection
+from purlin_core.prepare import Site
 
 SPECS = ["n@ d -> n d", "n@ d -> n d"]
 
@@ -32,6 +34,21 @@ def test_results_are_the_same_and_new_each_time(ranks: int, rows: int) -> None:
 
     with LocalWorld(ranks, heap_bytes=16 << 20, granted_results=True) as world:
         world.run(work)
+
+
+def test_a_first_call_in_a_capture_is_refused_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan may put boxes into device memory, which would break the capture."""
+
+    def work(comm: Communicator) -> None:
+        with pytest.raises(DeviceError, match="is being captured"):
+            comm.exchange(inputs(comm.rank, 700), SPECS)
+
+    with LocalWorld(2, heap_bytes=16 << 20, granted_results=True) as world:
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "capturing", property(lambda _: True))
+            patch.setattr(Site, "plan", lambda *_: pytest.fail("planned"))
+            world.run(work)
+        world.run(lambda comm: comm.exchange(inputs(comm.rank, 700), SPECS))
 
 
 def test_what_dies_makes_room_again() -> None:

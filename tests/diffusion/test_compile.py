@@ -92,12 +92,12 @@ def call(case: Any, model: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     ("how", "when", "each", "sizes"),
-    [(blocks, "after", 4, SIZES), (in_place, "before", 1, SIZES), (wrapped, "before", 1, SIZES[:2])],
+    [(blocks, "after", 12, SIZES), (in_place, "before", 1, SIZES), (wrapped, "before", 1, SIZES[:2])],
 )
 def test_there_are_as_many_graphs_as_the_plain_model_has(
     tiny: Callable[..., Any], how: Callable[..., Any], when: str, each: int, sizes: list[dict[str, int]]
 ) -> None:
-    """And one at most more a rank: for 8 blocks, in the first call, the next, and when only sizes change. Text of odd length, uneven shares."""
+    """And one at most more a rank, in the first call, the next, and when only sizes change: 24 blocks, or a whole model. Text of odd length, uneven shares."""
     model, ranks = deep(each, each), 2
     cases = [tiny("flux", **size) for size in sizes]
     wanted = [call(case, model) for case in cases]
