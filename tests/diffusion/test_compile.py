@@ -97,7 +97,10 @@ def call(case: Any, model: Any) -> Tensor:
 def test_there_are_as_many_graphs_as_the_plain_model_has(
     tiny: Callable[..., Any], how: Callable[..., Any], when: str, each: int, sizes: list[dict[str, int]]
 ) -> None:
-    """And one at most more a rank, in the first call, the next, and when only sizes change: 24 blocks, or a whole model. Text of odd length, uneven shares."""
+    """And one at most more a rank, in the first call, the next, and when only sizes change: 24 blocks, or a whole model.
+
+    Text of odd length, uneven shares.
+    """
     model, ranks = deep(each, each), 2
     cases = [tiny("flux", **size) for size in sizes]
     wanted = [call(case, model) for case in cases]
