@@ -10,7 +10,7 @@ from purlin_diffusion.pipelines import load
 
 from purlin_diffusion.commands.timing import handmade
 from purlin_diffusion.commands.timing.rows import Result, Row
-from tests.test_latency import read, timed
+from tests.latency.runs import read, timed
 
 pytestmark = pytest.mark.gpu
 

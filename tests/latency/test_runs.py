@@ -1,27 +1,20 @@
-"""latency and compare: every mode is a row with figures or a reason, one rank is the reference, and what is written is what was measured."""
+"""latency: every mode is a row with figures or a reason, one rank is the reference, and what is wrong is named."""
 
 from __future__ import annotations
 
 import argparse
-import base64
 import json
-import re
-import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import benchmarks
 
@@ -31,64 +24,35 @@ from purlin_diffusion.__main__ import main
 from purlin_diffusion.commands import compare, latency, picture
 from purlin_diffusion.commands.exits import FAILED, INTERRUPTED, WRONG_INPUT, InputError
 from purlin_diffusion.commands.options import Options
-from purlin_diffusion.commands.picture import CLOCK, Seconds
 from purlin_diffusion.commands.timing import (
     handmade,
-    memory,
     opened,
     page,
-    profile,
     rank,
     record,
     rows,
     table,
-    watch,
 )
 from purlin_diffusion.commands.timing import modes as timing_modes
 from purlin_diffusion.commands.timing import truth as truth_of
-from purlin_diffusion.commands.timing.likeness import Likeness
-from purlin_diffusion.commands.timing.modes import HOWS, Asked, Mode, cannot, modes
-from purlin_diffusion.commands.timing.profile import EXCHANGE, STEP, Event
+from purlin_diffusion.commands.timing.modes import HOWS, Mode, cannot, modes
 from purlin_diffusion.commands.timing.rows import Result
 from purlin_diffusion.commands.timing.steps import Outputs
 from purlin_diffusion.commands.timing.truth import Error, Truth
-from purlin_diffusion.commands.timing.visit import Visit
 from purlin_diffusion.graph.policy import Graphs
 from tests.diffusion.echo import EchoPool
-
-TINY = ("--device", "cpu", "--model", "tiny:flux", "--steps", "2", "--seed", "3", "--height", "48", "--width", "64")
-NAMES = ("1 rank", "accelerate device_map", "accelerate split prompts", "diffusers ulysses", "diffusers ring")
-OURS = ("ours over torch", "ours")
-ASKED = Asked(repeats=1, warmup=1, hows=("eager",))
-
-
-def read_all(*arguments: str) -> tuple[list[Options], Asked]:
-    parser = argparse.ArgumentParser()
-    latency.add_arguments(parser)
-    return latency.read(parser.parse_args(list(arguments)))
-
-
-def read(*arguments: str) -> tuple[Options, Asked]:
-    (options,), asked = read_all(*arguments)
-    return options, asked
-
-
-def timed(options: Options, asked: Asked = ASKED) -> Result:
-    (result,) = latency.timed([options], asked, lambda _: None)
-    return result
-
-
-def measured(*arguments: str) -> Result:
-    return timed(read(*TINY, *arguments)[0])
-
-
-def by_mode(result: Result, how: str = "eager") -> dict[str, rows.Row]:
-    return {row.mode.name: row for row in result.rows if row.mode.how == how}
-
-
-@pytest.fixture(scope="module")
-def two() -> Result:
-    return measured("--ranks", "2", "--threads")
+from tests.latency.runs import (
+    ASKED,
+    NAMES,
+    OURS,
+    PURLIN,
+    TINY,
+    by_mode,
+    measured,
+    read,
+    read_all,
+    timed,
+)
 
 
 # ---- the whole of it
@@ -427,140 +391,6 @@ def test_the_weights_in_float32_are_the_same_and_the_pipeline_is_left_alone() ->
     assert "encode_prompt" not in vars(pipe)
 
 
-# ---- figures
-ALONE_1, ALONE_2 = (Mode(f"1 rank ({n})", "alone", "none", "eager", threads=n) for n in (1, 2))
-PURLIN, SPLIT = Mode("ours", "ours", "purlin", "eager", 2), Mode("split", "split", "accelerate", "eager", 2)
-
-
-def of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> Result:
-    monkeypatch.setattr(rows, "modes", lambda *_: [ALONE_1, ALONE_2, SPLIT, PURLIN])
-
-    def visits(whole: float, *, root: bool) -> list[Visit]:
-        first = [Visit(ALONE_1, Seconds(4.0, (2.0,))), Visit(ALONE_2, Seconds(3.0, (1.0,)))]
-        idle = [Visit(ALONE_1), Visit(ALONE_2)]
-        likeness = Likeness(0.5, 6.0) if root else None
-        ours = Visit(PURLIN, Seconds(whole, (whole / 2,)), memory_gb=whole, likeness=likeness)
-        return [*(first if root else idle), Visit(SPLIT, Seconds(whole * 4, ()), images=2), ours]
-
-    options, asked = read(*TINY, "--ranks", "2")
-    return rows.summarize(options, asked, [visits(1.0, root=True), visits(1.5, root=False)])
-
-
-def test_a_time_is_that_of_the_slowest_rank_and_the_rival_is_the_best_of_one_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    result = of_two_ranks(monkeypatch)
-    assert [row.whole_s.median for row in result.measured if row.whole_s] == [4.0, 3.0, 6.0, 1.5]
-    assert [row.step_s.median if row.step_s else None for row in result.rows] == [2.0, 1.0, None, 0.75]
-    assert [row.speedup for row in result.rows] == [0.75, 1.0, 0.5, 2.0]
-    assert [row.images_per_s for row in result.rows] == [1 / 4, 1 / 3, 2 / 6, 1 / 1.5]
-    assert result.rows[-1].memory_gb == 1.5
-    assert result.rows[-1].likeness == Likeness(0.5, 6.0)
-
-
-def test_likeness_is_the_largest_difference_and_the_noise() -> None:
-    black, grey = np.zeros((4, 4, 3), np.float32), np.full((4, 4, 3), 0.1, np.float32)
-    assert Likeness.of(black, black) == Likeness(0.0, None)
-    apart = Likeness.of(grey, black)
-    assert apart.max_abs == pytest.approx(0.1)
-    assert apart.psnr_db == pytest.approx(20.0, abs=1e-4)
-
-
-def test_exchanges_are_counted_once_and_a_step_lies_between_two_ends() -> None:
-    steps = [Event(STEP, end - 1, end) for end in (10.0, 20.0, 30.0)]
-    moved = [Event(EXCHANGE, 8.0, 12.0), Event(EXCHANGE, 11.0, 14.0), Event(EXCHANGE, 29.0, 31.0), Event("x", 0, 40)]
-    seen = profile.read([*steps, *moved], gpu=False, exchanges=True)
-    assert (seen.steps, seen.step_ms, seen.exchange_ms) == (3, 10.0, pytest.approx((6.0 + 2.0) / 3))
-    assert seen.lanes == {"exchange": ((0.0, 4.0),)}
-    assert profile.read(steps, gpu=False, exchanges=False).exchange_ms is None
-
-
-def test_kernels_are_exchanges_by_their_names() -> None:
-    names = ("void purlin::gpu::direct_kernel<2>", "ncclDevKernel_AllGather", "sm90_gemm")
-    events = [Event(name, i, i + 1.0, kernel=True) for i, name in enumerate(names)]
-    seen = profile.read([Event(STEP, -1.0, 0.0), Event(STEP, 3.0, 4.0), *events], gpu=True, exchanges=True)
-    assert seen.lanes == {"exchange": ((0.0, 2.0),), "other kernels": ((2.0, 3.0),)}
-    assert seen.exchange_ms == 1.0
-
-
-def test_of_torch_s_events_the_steps_and_one_gpu_s_kernels_are_read() -> None:
-    def event(name: str, device: str, index: int = 0) -> Any:
-        span = SimpleNamespace(start=1000.0, end=2000.0)
-        return SimpleNamespace(name=name, device_type=f"DeviceType.{device}", device_index=index, time_range=span)
-
-    events = [event(name, device) for name in (STEP, EXCHANGE, "gemm") for device in ("CPU", "CUDA")]
-    found = list(profile.from_torch([*events, event("gemm", "CUDA", index=1)], 0))
-    assert found == [Event(STEP, 1.0, 2.0), Event("gemm", 1.0, 2.0, kernel=True)]
-
-
-def test_waits_of_the_host_are_counted_but_for_the_clock_s_own() -> None:
-    steps = [Event(STEP, start, start + 1.0) for start in (0.0, 10.0, 20.0)]
-    waits = [Event("cudaStreamSynchronize", at, at + 0.1) for at in (3.0, 4.0, 12.0, 0.5, 25.0)]
-    clock = [Event(CLOCK, 1.1, 1.9), Event("cudaDeviceSynchronize", 1.2, 1.8)]
-    assert profile.waits_a_step([*steps, *waits, *clock]) == 3 / 2
-    assert profile.waits_a_step(steps[:1]) is None
-
-
-def test_ranges_of_the_host_are_no_kernels() -> None:
-    def event(name: str, device: str, *, annotation: bool = False) -> Any:
-        span = SimpleNamespace(start=0.0, end=1.0)
-        kind = f"DeviceType.{device}"
-        return SimpleNamespace(
-            name=name, device_type=kind, device_index=0, time_range=span, is_user_annotation=annotation
-        )
-
-    given = [
-        event("purlin attention at x", "CUDA", annotation=True),
-        event("nccl:all_gather", "CUDA", annotation=True),
-        event("cudaStreamSynchronize", "CPU"),
-        event("aten::mm", "CPU"),
-        event("purlin root call of X", "CUDA"),
-    ]
-    found = list(profile.from_torch(given, 0))
-    assert [each.name for each in found] == ["cudaStreamSynchronize", "purlin root call of X"]
-    assert not any(each.exchange for each in found)
-
-
-def test_the_host_s_clock_leaves_its_waits_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And gives torch its functions back."""
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: time.sleep(0.05))
-    places = (torch.cuda, torch.cuda.Stream, torch.cuda.Event)
-    before = [place.synchronize for place in places]
-    with watch.waits() as waited:
-        torch.cuda.synchronize()
-        mine = waited()
-        assert mine >= 0.05
-        other = threading.Thread(target=torch.cuda.synchronize)
-        other.start()
-        other.join()
-        assert waited() == mine
-        assert [place.synchronize for place in places] != before
-    assert [place.synchronize for place in places] == before
-
-
-def test_memory_of_other_modes_is_not_this_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    model = torch.nn.Linear(8, 8)
-    assert memory.held([model, model], "cpu") == (64 + 8) * 4
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 7_000_000_000)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 9_000_000_000)
-    monkeypatch.setattr(memory, "held", lambda *_: 3_000_000_000)
-    others = memory.start(["cuda:0", "cuda:0"], [model])
-    assert others == {"cuda:0": 4_000_000_000}
-    assert memory.peak_gb(["cuda:0", "cuda:0"], others) == 5.0
-
-
-def test_a_plot_holds_the_busiest_step() -> None:
-    spans = [(i / 10, i / 10 + 0.05) for i in range(20_000)]
-    joined = profile.within(spans, 0.0, 2000.0)
-    assert 0 < len(joined) <= profile.MOST_SPANS
-    assert (joined[0][0], joined[-1][1]) == (0.0, pytest.approx(1999.95))
-
-
 # ---- bad input
 @pytest.mark.parametrize(
     ("arguments", "needed"),
@@ -606,110 +436,3 @@ def test_size_is_width_by_height() -> None:
 
 def test_eager_is_always_there_to_compare_with() -> None:
     assert read("--how", "compile+graph", "compile")[1].hows == ("eager", "compile", "compile+graph")
-
-
-# ---- the record
-def test_benchmarks_shows_the_newest_run_of_pictures(two: Result) -> None:
-    new = [{**line, "date": "2031-01-01", "run": "new", "commit": "newer"} for line in record.lines(two)]
-    old = [{**line, "date": "2030-01-01", "run": "old", "commit": "older"} for line in record.lines(two)]
-    text = benchmarks.text_of([], [*new, *old])
-    assert text == benchmarks.text_of([], [*old, *new])
-    assert text.count("## A picture: tiny:flux, 64x48, 2 steps, 2 ranks") == 1
-    assert "commit newer" in text and "commit older" not in text
-    assert "| ours | eager | 2 |" in text
-    assert "- ours, compile: not asked for: --how compile" in text
-
-
-def test_a_line_that_is_no_picture_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "latency.jsonl"
-    file.write_text(json.dumps({"run": "x"}) + "\n")
-    with pytest.raises(ValueError, match=r"latency.jsonl:1: needs .*ms_per_step"):
-        benchmarks.pictures_on_record(file)
-
-
-def test_a_record_grows_and_every_line_is_json(two: Result, tmp_path: Path) -> None:
-    file = tmp_path / "record.jsonl"
-    for _ in range(2):
-        record.append(file, record.lines(two))
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()]
-    assert len(lines) == 2 * len(two.rows)
-    assert len({line["run"] for line in lines}) == 2
-
-
-# ---- the page
-def test_the_page_needs_nothing_beside_it_and_says_all(two: Result) -> None:
-    html = page.page(two)
-    assert "<script" not in html and "http" not in html.replace("http-equiv", "")
-    assert html.count("<svg") == 1 + len([row for row in two.measured if row.profile and row.profile.lanes])
-    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', html)
-    assert len(pictures) == len(two.measured)
-    assert all(base64.b64decode(each).startswith(b"\x89PNG") for each in pictures)
-    for why, _ in table.reasons(two.rows):
-        assert page.escape(why) in html
-
-
-def test_text_of_others_is_no_markup(two: Result) -> None:
-    bad = replace(two, rows=tuple(replace(row, cannot="<b>&" if row.cannot else "") for row in two.rows))
-    assert "<b>&<" not in page.page(bad)
-
-
-def test_a_browser_shows_the_rows(two: Result, tmp_path: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no chromium here: apt install chromium")
-    file, shot = tmp_path / "page.html", tmp_path / "page.png"
-    file.write_text(page.page(two))
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    look = [*flags, "--window-size=500,1600", file.as_uri()]
-    shown = subprocess.run([browser, *flags, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=60)
-    for row in two.rows:
-        assert f"<td>{row.mode.name}</td>" in shown.stdout
-    subprocess.run([browser, f"--screenshot={shot}", *look], capture_output=True, timeout=60, check=True)
-    from PIL import Image
-
-    with Image.open(shot) as image:
-        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24) or []}
-    assert {(0x2F, 0x6F, 0xDE), (0xD4, 0x57, 0x2A)} <= colours  # page.css: our bars, and the exchanges of a step
-
-
-# ---- compare
-def test_compare_is_one_screen_that_tells_what_is_not_known(two: Result) -> None:
-    screen = compare.screen(two).splitlines()
-    assert len(screen) <= 30
-    assert max(map(len, screen)) <= compare.SCREEN
-    assert screen[1].startswith(("-> Yes", "-> Not for this model here"))
-    text = " ".join(line.strip() for line in screen)
-    for row in two.rows:
-        assert row.mode.name in text
-    assert "what GPUs gain" in text
-    for why, _ in table.reasons(two.rows):
-        assert why in text
-
-
-def test_the_verdict_is_of_what_was_measured(two: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = of_two_ranks(monkeypatch)
-    assert compare.verdict(result) == "Yes: a picture 2.00x as fast as by one rank (1 rank (2), eager)."
-    slower = [replace(row, whole_s=rows.Spread(9.0, 9.0, 9.0)) if row.mode == PURLIN else row for row in result.rows]
-    assert compare.verdict(replace(result, rows=tuple(slower))).startswith(
-        "Not for this model here: ours (ours, eager) takes 3.00x"
-    )
-    without = replace(result, rows=tuple(row for row in result.rows if row.mode != PURLIN))
-    assert compare.verdict(without).startswith("No answer: ours could not be measured")
-
-
-def test_a_shared_gpu_gives_no_verdict_on_speed(two: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "sharing", lambda _: "2 ranks share cuda:0: this shows that it works, not how fast")
-    assert compare.verdict(two).startswith("No answer on speed: 2 ranks share cuda:0")
-
-
-@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (2, 2), (16, 8)])
-def test_compare_takes_what_the_box_has(gpus: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "gpus", lambda: gpus)
-    assert compare.default_ranks() == ranks
-
-
-def test_compare_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
-    assert compare.run(parser.parse_args([*TINY, "--ranks", "2", "--threads", "--repeats", "1"])) == 0
-    assert capsys.readouterr().out.startswith("tiny:flux on 2 ranks")

@@ -1,0 +1,140 @@
+"""What latency writes, and compare: the record, the page and the screen say what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import benchmarks
+
+from purlin_diffusion.commands import compare
+from purlin_diffusion.commands.timing import (
+    page,
+    record,
+    rows,
+    table,
+)
+from purlin_diffusion.commands.timing.rows import Result
+from tests.latency.runs import (
+    PURLIN,
+    TINY,
+    of_two_ranks,
+)
+
+
+# ---- the record
+def test_benchmarks_shows_the_newest_run_of_pictures(two: Result) -> None:
+    new = [{**line, "date": "2031-01-01", "run": "new", "commit": "newer"} for line in record.lines(two)]
+    old = [{**line, "date": "2030-01-01", "run": "old", "commit": "older"} for line in record.lines(two)]
+    text = benchmarks.text_of([], [*new, *old])
+    assert text == benchmarks.text_of([], [*old, *new])
+    assert text.count("## A picture: tiny:flux, 64x48, 2 steps, 2 ranks") == 1
+    assert "commit newer" in text and "commit older" not in text
+    assert "| ours | eager | 2 |" in text
+    assert "- ours, compile: not asked for: --how compile" in text
+
+
+def test_a_line_that_is_no_picture_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "latency.jsonl"
+    file.write_text(json.dumps({"run": "x"}) + "\n")
+    with pytest.raises(ValueError, match=r"latency.jsonl:1: needs .*ms_per_step"):
+        benchmarks.pictures_on_record(file)
+
+
+def test_a_record_grows_and_every_line_is_json(two: Result, tmp_path: Path) -> None:
+    file = tmp_path / "record.jsonl"
+    for _ in range(2):
+        record.append(file, record.lines(two))
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()]
+    assert len(lines) == 2 * len(two.rows)
+    assert len({line["run"] for line in lines}) == 2
+
+
+# ---- the page
+def test_the_page_needs_nothing_beside_it_and_says_all(two: Result) -> None:
+    html = page.page(two)
+    assert "<script" not in html and "http" not in html.replace("http-equiv", "")
+    assert html.count("<svg") == 1 + len([row for row in two.measured if row.profile and row.profile.lanes])
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', html)
+    assert len(pictures) == len(two.measured)
+    assert all(base64.b64decode(each).startswith(b"\x89PNG") for each in pictures)
+    for why, _ in table.reasons(two.rows):
+        assert page.escape(why) in html
+
+
+def test_text_of_others_is_no_markup(two: Result) -> None:
+    bad = replace(two, rows=tuple(replace(row, cannot="<b>&" if row.cannot else "") for row in two.rows))
+    assert "<b>&<" not in page.page(bad)
+
+
+def test_a_browser_shows_the_rows(two: Result, tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium here: apt install chromium")
+    file, shot = tmp_path / "page.html", tmp_path / "page.png"
+    file.write_text(page.page(two))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    look = [*flags, "--window-size=500,1600", file.as_uri()]
+    shown = subprocess.run([browser, *flags, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=60)
+    for row in two.rows:
+        assert f"<td>{row.mode.name}</td>" in shown.stdout
+    subprocess.run([browser, f"--screenshot={shot}", *look], capture_output=True, timeout=60, check=True)
+    from PIL import Image
+
+    with Image.open(shot) as image:
+        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24) or []}
+    assert {(0x2F, 0x6F, 0xDE), (0xD4, 0x57, 0x2A)} <= colours  # page.css: our bars, and the exchanges of a step
+
+
+# ---- compare
+def test_compare_is_one_screen_that_tells_what_is_not_known(two: Result) -> None:
+    screen = compare.screen(two).splitlines()
+    assert len(screen) <= 30
+    assert max(map(len, screen)) <= compare.SCREEN
+    assert screen[1].startswith(("-> Yes", "-> Not for this model here"))
+    text = " ".join(line.strip() for line in screen)
+    for row in two.rows:
+        assert row.mode.name in text
+    assert "what GPUs gain" in text
+    for why, _ in table.reasons(two.rows):
+        assert why in text
+
+
+def test_the_verdict_is_of_what_was_measured(two: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = of_two_ranks(monkeypatch)
+    assert compare.verdict(result) == "Yes: a picture 2.00x as fast as by one rank (1 rank (2), eager)."
+    slower = [replace(row, whole_s=rows.Spread(9.0, 9.0, 9.0)) if row.mode == PURLIN else row for row in result.rows]
+    assert compare.verdict(replace(result, rows=tuple(slower))).startswith(
+        "Not for this model here: ours (ours, eager) takes 3.00x"
+    )
+    without = replace(result, rows=tuple(row for row in result.rows if row.mode != PURLIN))
+    assert compare.verdict(without).startswith("No answer: ours could not be measured")
+
+
+def test_a_shared_gpu_gives_no_verdict_on_speed(two: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "sharing", lambda _: "2 ranks share cuda:0: this shows that it works, not how fast")
+    assert compare.verdict(two).startswith("No answer on speed: 2 ranks share cuda:0")
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (2, 2), (16, 8)])
+def test_compare_takes_what_the_box_has(gpus: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "gpus", lambda: gpus)
+    assert compare.default_ranks() == ranks
+
+
+def test_compare_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    assert compare.run(parser.parse_args([*TINY, "--ranks", "2", "--threads", "--repeats", "1"])) == 0
+    assert capsys.readouterr().out.startswith("tiny:flux on 2 ranks")
