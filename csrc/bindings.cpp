@@ -1,5 +1,6 @@
 // What Python sees: plans, geometries and endpoints; tensors come as addresses.
 #include "purlin/endpoint.hpp"
+#include "purlin/tensor.hpp"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -45,11 +46,53 @@ int run(Endpoint& end, const Plan& plan, const std::vector<std::uintptr_t>& inpu
   return static_cast<int>(how);
 }
 
+// Tensors of one type exactly: a subclass may mean something else by its storage.
+class Tensors {
+ public:
+  explicit Tensors(nb::object type) : type_(std::move(type)) {
+    nb::object capsule = nb::getattr(type_, "__dlpack_c_exchange_api__", nb::none());
+    if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return;
+    auto api = static_cast<const TensorApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (api->major == 1) view_ = api->view;
+  }
+
+  // {facts, addresses} of a list or a tuple; None where one of them cannot be told of, or has no memory.
+  nb::object look(nb::handle tensors) const {
+    bool list = PyList_Check(tensors.ptr());
+    if (!view_ || !(list || PyTuple_Check(tensors.ptr()))) return nb::none();
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(tensors.ptr());
+    TensorFacts facts;
+    nb::object addresses = nb::steal(PyList_New(count));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      std::uintptr_t address = add(PySequence_Fast_GET_ITEM(tensors.ptr(), i), facts);
+      if (address == 0) return nb::none();
+      PyList_SET_ITEM(addresses.ptr(), i, PyLong_FromSize_t(address));
+    }
+    nb::object told = nb::steal(PyBytes_FromStringAndSize(facts.data(), static_cast<Py_ssize_t>(facts.bytes())));
+    return nb::steal(PyTuple_Pack(2, told.ptr(), addresses.ptr()));
+  }
+
+ private:
+  // Where it lies; 0: not to be told.
+  std::uintptr_t add(PyObject* tensor, TensorFacts& facts) const {
+    TensorView view;
+    if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) != type_.ptr()) return 0;
+    if (view_(tensor, &view) != 0) return PyErr_Clear(), 0;
+    if (!view.data || view.code == complex_numbers || !facts.add(view))
+      return 0;  // of a lazy conjugate it tells nothing
+    return reinterpret_cast<std::uintptr_t>(view.data + view.data_offset);
+  }
+
+  nb::object type_;
+  decltype(TensorApi::view) view_ = nullptr;
+};
+
 }  // namespace
 
 NB_MODULE(PURLIN_MODULE, m) {
   m.doc() = "An Atom under purlin_core: protocol calls over memory that peers can write, tensors as addresses.";
   m.attr("built_for") = PURLIN_BUILT_FOR;
+  nb::set_leak_warnings(false);  // a communicator that lives until the interpreter ends is no leak
 
   nb::class_<Geometry>(m, "Geometry")
       .def(
@@ -74,7 +117,7 @@ NB_MODULE(PURLIN_MODULE, m) {
       .def(
           "__init__",
           [](Plan* plan, const Geometry& geometry, int kind, int regime, int op, int dtype, int rank, int teams,
-             int lag, int grants, unsigned signature, const Numbers& own_from, const Numbers& own_to,
+             int parts, int lag, int grants, unsigned signature, const Numbers& own_from, const Numbers& own_to,
              const std::vector<Numbers>& send, const std::vector<Numbers>& remote, const std::vector<Numbers>& receive,
              const Numbers& reach, const std::vector<unsigned>& send_signatures,
              const std::vector<unsigned>& receive_signatures, const Numbers& input_spans, const Numbers& output_spans,
@@ -86,6 +129,7 @@ NB_MODULE(PURLIN_MODULE, m) {
                           rank,
                           geometry.ranks,
                           teams,
+                          parts,
                           lag,
                           grants,
                           signature,
@@ -103,7 +147,7 @@ NB_MODULE(PURLIN_MODULE, m) {
             new (plan) Plan(text, geometry);
           },
           nb::arg("geometry"), nb::kw_only(), nb::arg("kind"), nb::arg("regime"), nb::arg("op"), nb::arg("dtype"),
-          nb::arg("rank"), nb::arg("teams"), nb::arg("lag"), nb::arg("grants"), nb::arg("signature"),
+          nb::arg("rank"), nb::arg("teams"), nb::arg("parts"), nb::arg("lag"), nb::arg("grants"), nb::arg("signature"),
           nb::arg("own_from"), nb::arg("own_to"), nb::arg("send"), nb::arg("remote"), nb::arg("receive"),
           nb::arg("reach"), nb::arg("send_signatures"), nb::arg("receive_signatures"), nb::arg("input_spans"),
           nb::arg("output_spans"), nb::arg("overlap_allowed"))
@@ -147,6 +191,11 @@ NB_MODULE(PURLIN_MODULE, m) {
             return std::make_tuple(number_of(w), signature_of(w));
           },
           nb::arg("rank"));
+
+  nb::class_<Tensors>(m, "Tensors")
+      .def(nb::init<nb::object>(), nb::arg("type"))
+      .def("look", &Tensors::look, nb::arg("tensors"),
+           "(facts, addresses): equal facts are equal shapes, strides, dtypes and devices; None: ask the tensors.");
 
   nb::class_<Memory>(m, "Memory")
       .def(nb::init<std::size_t>(), nb::arg("bytes"))

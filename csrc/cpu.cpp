@@ -85,7 +85,7 @@ Outcome Endpoint::run(const Plan& plan, std::span<const std::uintptr_t> inputs, 
   if (!plan.takes(inputs.size(), outputs.size())) return Outcome::bad_plan;
   if (plan.overlaps(inputs, outputs)) return Outcome::overlap;
   if (state_->busy.test_and_set(std::memory_order_acquire)) return Outcome::concurrent;
-  Call call = plan.call_with(plan.where());
+  Call call = plan.call();
   call.geometry = state_->geometry;
   std::copy(state_->arenas.begin(), state_->arenas.end(), call.arena);
   for (std::size_t i = 0; i < inputs.size(); ++i) call.input[i] = reinterpret_cast<char*>(inputs[i]);

@@ -43,6 +43,7 @@ Plan::Plan(const PlanText& text, const Geometry& geometry)
   call_.rank = text.rank;
   call_.ranks = text.ranks;
   call_.teams = text.teams;
+  call_.parts = text.parts;
   call_.lag = text.lag;
   call_.grants = text.grants;
   call_.signature = text.signature;
@@ -66,15 +67,10 @@ Plan::Plan(const PlanText& text, const Geometry& geometry)
   call_.flat = true;
   for_each_route(call_, [&](Route& r) { call_.flat &= r.flat(); });
   kept_ = keep_items(items_);
+  for_each_route(call_, [&](Route& r) { r.items = kept_.get() + first_of(r); });
 }
 
-Call Plan::call_with(const Item* items) const {
-  Call call = call_;
-  for_each_route(call, [&](Route& r) { r.items = items + first_of(r); });
-  return call;
-}
-
-// Until call_with() says where the items lie, a route holds the index of its first.
+// Until it is known where the items lie, a route holds the index of its first.
 Route Plan::route(const RouteText& text) {
   const std::vector<i64>& n = text.numbers;
   std::size_t first = items_.size();

@@ -25,6 +25,7 @@ from purlin_core.errors import (
     PurlinError,
     SetupError,
 )
+from purlin_core.facts import facts_of
 from purlin_core.memory import address_of
 from purlin_core.plan import FrozenSizes, freeze_sizes
 from purlin_core.plans import Plans, Stats
@@ -49,10 +50,10 @@ class Communicator:
     `group`: a torch process group, a device mesh of one dim, None for the default group; or a torch Store together with `rank` and `ranks`.
     `device`: "cpu", or a GPU of this rank's own; "cuda" is the current one. `timeout`: seconds a call waits for a peer before it fails with
     StallError on every rank. `setup_timeout`: the same for making the communicator. `heap_bytes`: room for empty(), the same on every rank.
-    `teams`: workers a call is dealt to; on the CPU one thread does the work of all, on a GPU each is a block. None: 1 on the CPU, and on a GPU
-    what tuning chooses, up to 32. `scratch`: other sizes of the inbox than the device's, `teams` among them; they decide which regime a call takes.
-    `tuning`: another table than the device's. `granted_results`: what exchange() and redistribute() make themselves comes from the heap while it has
-    room, so that peers write it directly; the same on every rank, and so is what lives of it.
+    `teams`: workers a call is dealt to; on the CPU one thread does the work of all, on a GPU each is a block, or two where a call is large and
+    `teams` is None: then tuning chooses how many, up to 32; on the CPU it is 1. `scratch`: other sizes of the inbox than the device's, `teams` among
+    them; they decide which regime a call takes. `tuning`: another table than the device's. `granted_results`: what exchange() and redistribute()
+    make themselves comes from the heap while it has room, so that peers write it directly; the same on every rank, and so is what lives of it.
 
     On a GPU a call returns when it is enqueued on the current stream; one stream at a time, and where it changes an event keeps the order. What
     fails then shows at the next call and at check(). A call can be captured into a CUDA graph once it has been made before, or by plan(). Replays
@@ -93,6 +94,7 @@ class Communicator:
         sharing = meeting.sharing if isinstance(meeting, LocalRendezvous) else 1
         self._scratch = scratch or self._atom.scratch(self.ranks, teams=teams, sharing=sharing)
         self._tuning = tuning or self._atom.tuning
+        self._blocks = teams or self._atom.processors // sharing
         self._granted_results = bool(granted_results)
         # what barrier() moves
         self._marks = tuple(torch.zeros(n, dtype=torch.uint8, device=self.device) for n in (self.ranks, 1))
@@ -109,6 +111,7 @@ class Communicator:
             self._tuning,
             self._settings,
             heap_bytes=heap_bytes,
+            blocks=self._blocks,
             **self._terms,
         )
         self._plans = Plans(before)
@@ -176,24 +179,24 @@ class Communicator:
 
     def all_gather_into_tensor(self, out: Tensor, x: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
         """`x` (n, ...) of every rank, in rank order -> `out` (ranks * n, ...) or (ranks, n, ...). `sizes`: rows a rank, where they differ."""
-        return self._into("all_gather_into_tensor", out, x, sizes=sizes)
+        return self._into("all_gather_into_tensor", out, x, sizes, "sum")
 
     def reduce_scatter_tensor(
         self, out: Tensor, x: Tensor, op: Op = "sum", *, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """`x` (ranks * n, ...) reduced over the ranks -> my rows of it, `out` (n, ...). `sizes`: rows a rank, where they differ."""
-        return self._into("reduce_scatter_tensor", out, x, sizes=sizes, op=op)
+        return self._into("reduce_scatter_tensor", out, x, sizes, op)
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Tensor:
         """`x` reduced over the ranks, in place."""
-        return self._into("all_reduce", x, x, op=op)
+        return self._into("all_reduce", x, x, None, op)
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, out_sizes: Sequence[int] | None = None, in_sizes: Sequence[int] | None = None
     ) -> Tensor:
         """in_sizes[d] rows of `x` go to rank d; out_sizes[s] rows of `out` come from rank s, in rank order. None for both: equal shares."""
         if out_sizes is None and in_sizes is None:
-            return self._into("all_to_all_single", out, x)
+            return self._into("all_to_all_single", out, x, None, "sum")
         try:
             return self._all_to_all(out, x, out_sizes, in_sizes)
         except (AttributeError, TypeError):
@@ -205,13 +208,14 @@ class Communicator:
         self, out: Tensor, x: Tensor, out_sizes: Sequence[int] | None, in_sizes: Sequence[int] | None
     ) -> Tensor:
         shares = tuple(None if sizes is None else tuple(sizes) for sizes in (out_sizes, in_sizes))
-        key = ("all_to_all_single", shares, _facts(x), _facts(out))
+        facts, (at, to) = facts_of((x, out))
+        key = ("all_to_all_single", shares, facts)
         prepared = self._plans.get(key)
         if prepared is None:
             asked = Asked("all_to_all_single", "", (), "sum", "", self.device, granted=False)
             make = partial(prepare_all_to_all, self._tie.site, asked, x, out, *shares)
             prepared = self._planned(key, "all_to_all_single", make)
-        self._run(prepared, (x,), (out,), [x.data_ptr()], [out.data_ptr()], key)
+        self._run(prepared, (x,), (out,), [at], [to], key)
         return out
 
     def halo(
@@ -225,7 +229,7 @@ class Communicator:
     def barrier(self) -> None:
         """Return when every rank has called it. On a GPU the stream waits for that, not the host."""
         out, x = self._marks
-        self._into("barrier", out, x)
+        self._into("barrier", out, x, None, "sum")
 
     # ---- memory and what is known of calls
 
@@ -268,8 +272,8 @@ class Communicator:
         texts = specs if isinstance(specs, str) else tuple(specs)
         granted = out is not None and self._tie.heap.holds_all(out)
         asked = Asked(call, texts, freeze_sizes(sizes), op, tag, self.device, granted)
-        wanted = None if out is None else tuple(map(_facts, out))
-        key = (call, texts, asked.sizes, op, tag, granted, tuple(map(_facts, tensors)), wanted)  # as _call() has it
+        wanted = None if out is None else facts_of(out)[0]
+        key = (call, texts, asked.sizes, op, tag, granted, facts_of(tensors)[0], wanted)  # as _call() has it
         return self._plans.get(key) or self._plan_call(key, asked, tensors, out)
 
     def stats(self) -> Stats:
@@ -332,26 +336,23 @@ class Communicator:
 
     # ---- one call
 
-    def _into(self, call: str, out: Tensor, x: Tensor, *, sizes: Sequence[int] | None = None, op: Op = "sum") -> Tensor:
+    def _into(self, call: str, out: Tensor, x: Tensor, sizes: Sequence[int] | None, op: Op) -> Tensor:
         """A collective of torch's: its spec follows from its name and the dims of `x`. The shortest way, for it is the latency of small calls."""
         if torch.compiler.is_dynamo_compiling():
             spec, shaped, into = as_spec(call, x, out, self.ranks)
             ops.exchange(self.id, [shaped], spec, sizes=rows_of("d0", sizes), op=op, out=[into], tag="")
             return out
         try:
-            return self._into_now(call, out, x, sizes, op)
+            facts, (at, to) = facts_of((x, out))
+            heap, rows = self._tie.heap, None if sizes is None else tuple(sizes)
+            key = (call, op, rows, heap.lo <= to < heap.hi, out is x, facts)
+            prepared = self._plans.get(key)
+            if prepared is None:
+                prepared = self._planned(key, call, partial(self._prepare_into, call, out, x, sizes, op))
+            self._run(prepared, (x,), (out,), [at], [to], key)
         except (AttributeError, TypeError):
             check_types(call, [x], [out], "", rows_of("d0", sizes), op=op)
             raise
-
-    def _into_now(self, call: str, out: Tensor, x: Tensor, sizes: Sequence[int] | None, op: Op) -> Tensor:
-        to, heap = address_of(out), self._tie.heap
-        rows = None if sizes is None else tuple(sizes)
-        key = (call, op, rows, heap.lo <= to < heap.hi, out is x, _facts(x), _facts(out))
-        prepared = self._plans.get(key)
-        if prepared is None:
-            prepared = self._planned(key, call, partial(self._prepare_into, call, out, x, sizes, op))
-        self._run(prepared, (x,), (out,), [x.data_ptr()], [to], key)
         return out
 
     def _prepare_into(self, call: str, out: Tensor, x: Tensor, sizes: Sequence[int] | None, op: Op) -> Prepared:
@@ -374,9 +375,10 @@ class Communicator:
         op: Op,
         tag: str,
     ) -> list[Tensor]:
+        facts, at = facts_of(tensors)
+        wanted, to = (None, None) if out is None else facts_of(out)
         granted = out is not None and self._tie.heap.holds_all(out)
-        wanted = None if out is None else tuple(map(_facts, out))
-        key = (call, specs, sizes, op, tag, granted, tuple(map(_facts, tensors)), wanted)
+        key = (call, specs, sizes, op, tag, granted, facts, wanted)
         prepared = self._plans.get(key)
         if prepared is None:
             asked = Asked(call, specs, sizes, op, tag, self.device, granted)
@@ -386,7 +388,7 @@ class Communicator:
                 prepared, key, out = self._in_heap(prepared, key, tensors)
             else:
                 out = ordinary(prepared, tensors)
-        self._run(prepared, tensors, out, [x.data_ptr() for x in tensors], [address_of(o) for o in out], key)
+        self._run(prepared, tensors, out, at, to or [address_of(o) for o in out], key)
         return list(out)
 
     def _plan_call(self, key: Any, asked: Asked, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> Prepared:
@@ -430,7 +432,7 @@ class Communicator:
         if self._over:
             self._usable(prepared.text)
         if prepared.in_place:  # these shapes have shared storage before
-            offsets = tuple(address - at[0] for address in (*at, *to))
+            offsets = _offsets(at, to)
             prepared = prepared.in_place.get(offsets, prepared)
         tie = self._tie
         bare = tie.bare and not profiler._is_profiler_enabled
@@ -439,7 +441,7 @@ class Communicator:
             prepared.calls += 1
             self._last = prepared
         elif code == _OVERLAP:
-            offsets = tuple(address - at[0] for address in (*at, *to))
+            offsets = _offsets(at, to)
             prepared.in_place[offsets] = self._in_place(prepared, at, to, (key, offsets))
             self._run(prepared, inputs, outputs, at, to, key)
         else:
@@ -449,9 +451,9 @@ class Communicator:
         self, prepared: Prepared, inputs: Sequence[Tensor], outputs: Sequence[Tensor], at: list[int], to: list[int]
     ) -> int:
         """Run where a stream or canaries are to be looked after, or somebody watches."""
-        tie = self._tie
-        stream = 0 if tie.lane is None else tie.lane.enter()
-        captured = tie.lane is not None and tie.lane.captured
+        tie, lane = self._tie, self._tie.lane
+        stream = 0 if lane is None else lane.enter()
+        captured = lane is not None and lane.captured
         canaries = None if captured else tie.canaries
         if canaries is not None:
             canaries.feed()
@@ -493,6 +495,12 @@ class Communicator:
             raise ClosedError(f"{call}: the communicator {self._over}. Make a new one.")
 
 
+def _offsets(at: Sequence[int], to: Sequence[int]) -> tuple[int, ...]:
+    """How tensors lie, wherever the first does."""
+    first = at[0]
+    return tuple([address - first for address in (*at, *to)])
+
+
 def _disown() -> None:
     """A forked child owns none of its parent's communicators: a call of the child would speak with the parent's voice."""
     for communicator in ops.living():
@@ -500,11 +508,3 @@ def _disown() -> None:
 
 
 os.register_at_fork(after_in_child=_disown)
-
-
-def _facts(x: Tensor) -> tuple[Any, ...]:
-    """All of a tensor that a plan depends on."""
-    try:
-        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad and torch.is_grad_enabled()
-    except RuntimeError:  # some sparse tensors have no strides: planning refuses them by name
-        return (x.layout,)

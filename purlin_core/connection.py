@@ -46,6 +46,7 @@ class Connection:
         settings: Settings,
         *,
         heap_bytes: int,
+        blocks: int,
         timeout: float,
         setup_timeout: float,
     ) -> None:
@@ -54,14 +55,16 @@ class Connection:
         self.lane = atom.lane()
         self._meeting, self._setup_timeout = meeting, setup_timeout
         with atom.current():
-            self._set_up(atom, scratch, tuning, settings, heap_bytes)
+            self._set_up(atom, scratch, tuning, settings, heap_bytes, blocks)
         self._exit = weakref.finalize(self, self._ending.leave)
         self.recorder: Recorder | None = None
         self.bare = self.lane is None and self.canaries is None  # a call is all there is to do
         if self.lane is not None:
             self._probe(self.lane)
 
-    def _set_up(self, atom: Atom, scratch: Scratch, tuning: Tuning, settings: Settings, heap_bytes: int) -> None:
+    def _set_up(
+        self, atom: Atom, scratch: Scratch, tuning: Tuning, settings: Settings, heap_bytes: int, blocks: int
+    ) -> None:
         meeting, timeout = self._meeting, self._setup_timeout
         _check_room(meeting, atom, scratch.teams)
         local = isinstance(meeting, LocalRendezvous)
@@ -82,7 +85,7 @@ class Connection:
             self.canaries: Canaries | None = None
             if settings.check:
                 self.canaries = Canaries(arena, _behind(geometry), self.heap)
-            self.site = Site(self.rank, self.ranks, scratch, geometry, atom, tuning)
+            self.site = Site(self.rank, self.ranks, scratch, geometry, atom, tuning, blocks)
             addresses = [place.address for place in places]
             self.end: _cpu.Endpoint = _allocated(
                 lambda: atom.native.Endpoint(self.rank, geometry, arenas=addresses, timeout_s=self.timeout), atom

@@ -13,10 +13,10 @@ class Lane:
     """Of one communicator on `device`, which has an index."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._index = device, device.index
         self._stream: torch.cuda.Stream | None = None  # of the latest call that was not captured
         self._raw = -1
-        # torch's own functions below its Python ones: each call makes all three
+        # torch's own functions below its Python ones: each call makes the first, and off the default stream all three
         self._current = torch._C._cuda_getCurrentRawStream
         self._current_device = torch._C._cuda_getDevice
         self._current_captured = torch._C._cuda_isCurrentStreamCapturing
@@ -27,15 +27,15 @@ class Lane:
 
         What is captured runs when its graph is replayed: who replays it orders that, as with every kernel.
         """
-        raw: int = self._current(self._device.index)
-        self.captured = self.capturing()
+        raw: int = self._current(self._index)
+        self.captured = raw != 0 and self.capturing()  # CUDA captures no default stream
         if raw != self._raw and not self.captured:
             self._move(raw)
         return raw
 
     def capturing(self) -> bool:
         """Is the current stream of the device being captured?"""
-        if self._current_device() == self._device.index:
+        if self._current_device() == self._index:
             return self._current_captured()
         with torch.cuda.device(self._device):
             return self._current_captured()

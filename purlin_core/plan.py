@@ -157,8 +157,8 @@ def seen_by(operand: Operand, rank: int, ranks: int, peer: int) -> Operand:
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor of `shape`."""
-    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
+    """Strides, in elements, of a contiguous tensor of `shape`, as torch has them: an extent of 0 counts as 1."""
+    return tuple(accumulate((max(n, 1) for n in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()
 
 
 def cut_wire(wire_bytes: int, ranks: int) -> tuple[tuple[int, int], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from purlin_core.plan import (
 from purlin_core.reference import check_op, check_reducible
 from purlin_core.settings import VERSION
 from purlin_core.spec import Op, Spec, check_sizes
-from purlin_core.tune import Regime, Schedule, Scratch, Tuning, choose
+from purlin_core.tune import IN_PLACE_PARTS_TEAM_BYTES, Regime, Schedule, Scratch, Tuning, choose, with_parts
 
 MAX_GRANTS, MAX_TENSORS = 4, 16  # csrc/purlin/moves.hpp
 # numbered as Op and Dtype of csrc/purlin/spec.hpp
@@ -60,6 +61,7 @@ class Site:
     geometry: _cpu.Geometry  # or _cuda's, which has the same names
     atom: Atom
     tuning: Tuning
+    blocks: int  # of a GPU that one call may take
 
     def plan(self, arguments: Mapping[str, Any]) -> _cpu.Plan:
         """The native plan. On a GPU it may put boxes into device memory, which cannot be done during a capture."""
@@ -101,14 +103,15 @@ class Prepared:
     in_place: dict[tuple[int, ...], Prepared] = field(default_factory=dict)  # by where tensors lie from the first
     captured: bool = False  # a CUDA graph holds a call of it, and what `native` keeps in device memory
 
-    @property
+    @cached_property
     def out_shapes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(out.shape for out in self.outputs)
 
     def explain(self) -> str:
         """Moves, bytes with their formula, regime, teams, and why."""
         schedule = self.schedule
-        how = f"{schedule.regime.name.lower()}, {schedule.teams} team(s), lag {schedule.lag}, {self.native.steps} step(s): {schedule.why}"
+        blocks = f" of {schedule.parts} blocks" if schedule.parts > 1 else ""
+        how = f"{schedule.regime.name.lower()}, {schedule.teams} team(s){blocks}, lag {schedule.lag}, {self.native.steps} step(s): {schedule.why}"
         moves = explain(self.operands, self.moves) if self.operands else explain_moves(self.moves)
         return f"{self.text}\n{how}\n{moves}"
 
@@ -127,6 +130,7 @@ def prepare(site: Site, asked: Asked, tensors: Sequence[Tensor], out: Sequence[T
         granted=asked.granted and len(operands) <= MAX_GRANTS,
         name=name,
         ranks=site.ranks,
+        blocks=site.blocks,
     )
     if schedule.regime is not Regime.PACKET and name == "all_reduce":
         moves = plan_moves(operands, site.rank, site.ranks, all_reduce=AllReduce.JOINED, call=asked.call)
@@ -157,10 +161,17 @@ def prepare_all_to_all(
     )
     why = "no rank knows the sizes between the others"
     schedule = Schedule(Regime.STAGED, site.scratch.teams, site.scratch.slots // 2, why)
+    if site.tuning.gpu:
+        schedule = with_parts(schedule, largest=_largest_own(moves), blocks=site.blocks, roles=2)
     text = f"{asked.call} with sizes, rows of {tuple(x.shape[1:])} {_name(x.dtype)}"
     memories = (Memory.of("x", x),), (Memory.of("out", out),)
     arguments = _arguments(site, moves, schedule, text, asked.op, x.dtype, memories, ())
     return _prepared(site, arguments, moves, schedule, (), memories, text)
+
+
+def _largest_own(moves: Moves) -> int:
+    """Bytes of the largest message that this rank sends or receives."""
+    return max(route.bytes for route in (*moves.send, *moves.receive))
 
 
 def in_place(site: Site, prepared: Prepared, at: Sequence[int], to: Sequence[int]) -> Prepared:
@@ -169,9 +180,14 @@ def in_place(site: Site, prepared: Prepared, at: Sequence[int], to: Sequence[int
     outputs = [replace(out, address=address) for out, address in zip(prepared.outputs, to, strict=True)]
     specs = [operand.spec for operand in prepared.operands]
     check_alias(prepared.moves, inputs, outputs, specs=specs, call=prepared.text.partition(" ")[0])
-    arguments = {**prepared.arguments, "overlap_allowed": True}
+    schedule = prepared.schedule
+    if schedule.regime is Regime.DIRECT and _largest_own(prepared.moves) < schedule.teams * IN_PLACE_PARTS_TEAM_BYTES:
+        schedule = replace(schedule, parts=1)
+    arguments = {**prepared.arguments, "overlap_allowed": True, "parts": schedule.parts}
     native = site.plan(arguments)
-    return replace(prepared, native=native, arguments=arguments, overlapping=True, calls=0, captured=False)
+    return replace(
+        prepared, native=native, arguments=arguments, schedule=schedule, overlapping=True, calls=0, captured=False
+    )
 
 
 # ---- what is asked for, checked
@@ -277,6 +293,7 @@ def _arguments(
         "dtype": DTYPES.index(dtype) if dtype in DTYPES else 0,  # copies look at bytes only
         "rank": site.rank,
         "teams": schedule.teams,
+        "parts": schedule.parts,
         "lag": schedule.lag,
         "grants": grants,
         "signature": signature,

@@ -40,4 +40,5 @@ def in_heap(prepared: Prepared, tensors: Sequence[Tensor], heap: Heap) -> list[T
 
 
 def ordinary(prepared: Prepared, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [x.new_empty(shape) for shape, x in zip(prepared.out_shapes, tensors, strict=True)]
+    # new_empty(shape) is the same, and takes half a microsecond longer
+    return [x.new_empty_strided(out.shape, out.strides) for out, x in zip(prepared.outputs, tensors, strict=True)]

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,10 @@ CUDA_PACKET_BYTES = MIB
 GRANTED_PACKET_BYTES = 512 * KIB  # beyond, a copy that may be direct is faster so
 # What a team is given before there is another one.
 PACKET_TEAM_BYTES, CHUNK_TEAM_BYTES = 4 * KIB, 16 * KIB
+# From here on a team on a GPU has a block for each of its roles: in one, what it copies at home holds up what it sends.
+PARTS_TEAM_BYTES = 64 * KIB
+# In place a direct call copies nothing at home, and lanes of one block are as fast until bulk copies are so by themselves.
+IN_PLACE_PARTS_TEAM_BYTES = 512 * KIB
 
 PACKET_SLOTS = 4  # as in csrc/purlin/channel.hpp
 CUDA_SLOT_BYTES = 64 * KIB  # large: what a chunk costs beside its bytes is a microsecond
@@ -84,13 +88,15 @@ def cpu_scratch(ranks: int, *, teams: int = 1) -> Scratch:
 
 
 def cuda_scratch(ranks: int) -> Scratch:
-    """Sizes for a GPU: at most 64 MiB at any rank count, 24 MiB at 2 ranks.
+    """Sizes for a GPU: at most 64 MiB at any rank count, 40 MiB at 2 ranks.
 
-    32 teams, 16 above 8 ranks; 4 slots of 64 KiB, smaller where they would not fit; packets max(teams x 4 KiB, 1 MiB / (ranks - 1)) a pair.
+    32 teams, 16 above 8 ranks; 8 slots of 64 KiB, or 4 where they would not fit, smaller where those would not; packets
+    max(teams x 4 KiB, 1 MiB / (ranks - 1)) a pair.
     """
-    teams, slots = most_teams(ranks), 4
+    teams = most_teams(ranks)
     windows = _window_bytes(ranks, teams, CUDA_PACKET_BYTES)
     slot_bytes = CUDA_SLOT_BYTES
+    slots = 8 if _cuda_inbox_bytes(ranks, teams, 8, slot_bytes, windows) <= CUDA_INBOX_BYTES else 4
     while slot_bytes > 4 * KIB and _cuda_inbox_bytes(ranks, teams, slots, slot_bytes, windows) > CUDA_INBOX_BYTES:
         slot_bytes -= 4 * KIB
     return Scratch(teams, slots, slot_bytes, windows, CUDA_PACKET_BYTES)
@@ -190,6 +196,12 @@ class Schedule:
     teams: int
     lag: int
     why: str
+    parts: int = 1  # blocks of a GPU that a team has
+
+    @property
+    def ctas(self) -> int:
+        """Blocks of a GPU that a call takes."""
+        return self.teams * self.parts
 
 
 def choose(
@@ -201,13 +213,28 @@ def choose(
     granted: bool,
     name: str,
     ranks: int,
+    blocks: int = 0,
 ) -> Schedule:
     """The schedule of a call `name` (Spec.kind_name) of `kind` whose largest message of one rank to another has `largest` bytes.
 
     `kind` and `largest` are those of an all-reduce in one exchange, where it is one. `granted`: its outputs lie in the arena's heap.
+    `blocks`: how many of the GPU's the call may take, beyond one a team.
     """
     if not tuning.gpu:
         return _of_host(kind, scratch, largest, granted)
+    schedule = _of_gpu(tuning, kind, scratch, largest, granted, name, ranks)
+    return with_parts(schedule, largest=largest, blocks=blocks, roles=3 if name == "all_reduce" else 2)
+
+
+def with_parts(schedule: Schedule, *, largest: int, blocks: int, roles: int) -> Schedule:
+    """A block for each of the `roles` of a team, where the largest message has `largest` bytes and `blocks` are enough for all."""
+    large = schedule.regime is not Regime.PACKET and largest >= schedule.teams * PARTS_TEAM_BYTES
+    return replace(schedule, parts=roles if large and roles * schedule.teams <= blocks else 1)
+
+
+def _of_gpu(
+    tuning: Tuning, kind: Kind, scratch: Scratch, largest: int, granted: bool, name: str, ranks: int
+) -> Schedule:
     for row in tuning.rows:
         if row.speaks_of(name, ranks, granted, largest) and _can(row, kind, scratch, largest, granted):
             lag = min(row.lag, scratch.slots - 1) if row.regime is Regime.STAGED else 0

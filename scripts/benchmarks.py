@@ -19,6 +19,8 @@ PICTURES = RECORDS / "latency.jsonl"  # of `python -m purlin_diffusion latency -
 TARGET = ROOT / "BENCHMARKS.md"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 RIVALS = ("nccl", "nccl_symmetric", "torch_symm_mem")
+EVEN = "purlin_even"  # ours with equal shares, beside uneven ones
+OURS = ("purlin", EVEN)
 YARDSTICKS = ("torch_copy", "purlin_copy", "torch_relayout")
 PICTURE_FIELDS = (
     *(
@@ -46,7 +48,9 @@ HEAD = """# Benchmarks
 Made from scripts/record/*.jsonl by `python scripts/benchmarks.py`; not edited by hand. Microseconds a call: the median over rounds of the slowest
 rank's time, in which all columns took turns on the same machine, replaying CUDA graphs of chained calls, or, where it says so, calling from Python.
 Buffers rotate beyond the L2 cache; where only buffers within it were measured, the size is marked `hot`. Bytes are those of the whole message, of an
-all-gather its output, of the others their input. GB/s is bus bandwidth as nccl-tests defines it, 1e9 bytes a second, of our fastest.
+all-gather its output, of the others their input. GB/s is bus bandwidth as nccl-tests defines it, 1e9 bytes a second, of our fastest. Where the name
+ends in `_v` shares differ: every second rank has an eighth less, bytes and bus bandwidth are those of equal shares as large as the largest, and
+purlin_even is the call with those.
 """
 
 
@@ -150,18 +154,21 @@ def _sources(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _table(lines: Sequence[Line]) -> Iterator[str]:
-    """A row a size; a column a rival, apart and in place; then how many times as long as ours the best rival takes."""
+    """A row a size; a column a rival, apart and in place; then how many times as long as ours the best rival takes, and ours as with equal shares."""
     columns = sorted({_column(line) for line in lines if line.us is not None}, key=_place_of)
     places = [place for place in (False, True) if any(column[2] is place for column in columns)]
     against = RIVALS if any(line.provider in RIVALS and line.us is not None for line in lines) else ("torch_copy",)
     versus = "best rival / ours" if against is RIVALS else "ours / torch's copy"
-    titles = ["bytes", *map(_title, columns), *(f"{versus}{_where(place)}" for place in places), "GB/s"]
+    even = [column for column in columns if column[0] == EVEN]
+    over_even = [f"ours / even{_granted(column)}" for column in even]
+    titles = ["bytes", *map(_title, columns), *(f"{versus}{_where(place)}" for place in places), *over_even, "GB/s"]
     yield _row(titles)
     yield _row(["---", *("---:" for _ in titles[1:])])
     for size in sorted({line.bytes for line in lines}):
         mine = _coldest([line for line in lines if line.bytes == size and line.us is not None])
         cells = [_cell([line for line in mine if _column(line) == column]) for column in columns]
         ratios = [_ratio(mine, place, against) for place in places]
+        ratios += [_over_even(mine, registered) for _, registered, *_ in even]
         hot = " hot" * bool(mine and all(line.hot for line in mine))
         rates = [line.busbw_gbps for line in mine if line.provider == "purlin" and line.busbw_gbps is not None]
         yield _row([f"{size}{hot}", *cells, *ratios, f"{max(rates):.1f}" if rates else NOT_RUN])
@@ -173,15 +180,19 @@ def _column(line: Line) -> tuple[str, bool, bool, str]:
 
 
 def _place_of(column: tuple[str, bool, bool, str]) -> tuple[bool, int, tuple[str, bool, bool, str]]:
-    order = ("purlin", *RIVALS, *YARDSTICKS)
+    order = (*OURS, *RIVALS, *YARDSTICKS)
     provider, _, in_place, _ = column
     return in_place, order.index(provider) if provider in order else len(order), column
 
 
 def _title(column: tuple[str, bool, bool, str]) -> str:
-    provider, registered, in_place, shot = column
-    granted = ", granted" if provider == "purlin" and registered else ""
-    return f"{provider}{f' {shot}' if shot else ''}{granted}{_where(in_place)}"
+    provider, _, in_place, shot = column
+    return f"{provider}{f' {shot}' if shot else ''}{_granted(column)}{_where(in_place)}"
+
+
+def _granted(column: tuple[str, bool, bool, str]) -> str:
+    provider, registered, *_ = column
+    return ", granted" if provider in OURS and registered else ""
 
 
 def _where(in_place: bool) -> str:
@@ -199,7 +210,7 @@ def _cell(lines: Sequence[Line]) -> str:
     if not lines:
         return NOT_RUN
     best = min(lines, key=_us)
-    how = f" {best.regime}{f' {best.ctas}' if best.ctas else ''}" if best.provider == "purlin" and best.regime else ""
+    how = f" {best.regime}{f' {best.ctas}' if best.ctas else ''}" if best.provider in OURS and best.regime else ""
     return f"{_us(best):.2f}{how}"
 
 
@@ -210,6 +221,14 @@ def _ratio(lines: Sequence[Line], in_place: bool, against: Sequence[str]) -> str
         return NOT_RUN
     ratio = min(theirs) / min(ours)
     return f"{ratio:.2f}" if against is RIVALS else f"{1 / ratio:.2f}"
+
+
+def _over_even(lines: Sequence[Line], registered: bool) -> str:
+    ours, even = (
+        [_us(line) for line in lines if line.provider == provider and line.registered is registered]
+        for provider in OURS
+    )
+    return f"{min(ours) / min(even):.2f}" if ours and even else NOT_RUN
 
 
 def _us(line: Line) -> float:

@@ -83,6 +83,8 @@ MUTANTS = (
     Mutant("packet: no wait for credit", PACKETS, PACKET,
                  (("return Mark{all().mine().freed(p, a.team(), Use::packet), credit_for(all().sent(p), packet_slots)};", "return Mark{};"),),
                  ("packets",)),
+    Mutant("packet: one credit too many", PACKETS, PACKET, (("credit_for(all().sent(p), packet", "credit_for(all().sent(p) - 1, packet"),),
+                 ("packets",)),
     Mutant("packet: not all lines are looked at", TOGETHER, PACKET,
                  (("all &= !due(u) || number_of(got[u].tag)", "all &= !due(u) || u >= 1 || number_of(got[u].tag)"),
                   ("agreed &= !due(u) || got[u].tag", "agreed &= !due(u) || u >= 1 || got[u].tag")),

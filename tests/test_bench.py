@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from bench.cases import (
     FLUX_HEADS,
     FLUX_TOKENS,
     SHAPES,
+    UNEVEN,
     Case,
     Step,
     collective,
     expected,
     fits,
+    in_shape,
     make,
     out_shape,
     shape,
@@ -37,6 +40,7 @@ from bench.record import Line, Run
 from bench.worlds import Force, World, local_world
 
 from purlin_core.moves import Kind
+from purlin_core.plan import Operand, contiguous, freeze_sizes, largest_message
 from purlin_core.spec import Spec
 from purlin_core.tune import CUDA_PACKET_BYTES, Regime, choose, cuda_scratch, read_table
 
@@ -46,7 +50,7 @@ RUN = Run("run1", "2026-01-01T00:00:00+00:00", "abc", "Linux", "1 x NVIDIA Test"
 
 
 def cases(ranks: int) -> list[Case]:
-    places = [(name, in_place) for name in COLLECTIVES for in_place in gpu.IN_PLACE[name]]
+    places = [(name, in_place) for name in (*COLLECTIVES, *UNEVEN) for in_place in gpu.IN_PLACE[name]]
     found = [collective(name, ranks, 240, torch.bfloat16, in_place=in_place) for name, in_place in places]
     return [*found, Case("flux1024_qkv_o_small", ranks, 1, torch.float32, SMALL)]
 
@@ -66,11 +70,11 @@ def test_what_must_come_of_a_case_is_what_its_spec_means(ranks: int) -> None:
             if any(size % ranks for size in step.shape[1:3]):
                 continue
             inputs = [values_of(case, index, rank, 5, CPU)[0] for rank in range(ranks)]
-            wanted = Spec.parse(step.spec).reference(inputs)
+            wanted = Spec.parse(step.spec).reference(inputs, sizes=step.sizes)
             for rank in range(ranks):
                 out = expected(step, inputs, rank)
                 assert torch.equal(out, wanted[rank])
-                assert tuple(out.shape) == out_shape(step, ranks)
+                assert tuple(out.shape) == out_shape(step, ranks, rank=rank)
 
 
 def test_ours_is_right_on_every_case_and_a_wrong_byte_is_seen(world: World) -> None:
@@ -116,9 +120,30 @@ def test_bytes_and_bus_bandwidth_are_those_of_nccl_tests() -> None:
     factors = {"all_gather": 3 / 4, "reduce_scatter": 3 / 4, "all_reduce": 3 / 2, "all_to_all": 3 / 4}
     for name, factor in factors.items():
         case = collective(name, 4, 4096, torch.bfloat16)
-        whole = out_shape(case.steps[0], 4) if name == "all_gather" else case.steps[0].shape
+        whole = out_shape(case.steps[0], 4, rank=0) if name == "all_gather" else case.steps[0].shape
         assert torch.Size(whole).numel() * 2 == 4096
         assert case.busbw_bytes == 4096 * factor
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_the_largest_message_of_uneven_shares_is_that_of_the_even_case_of_their_bytes(name: str, ranks: int) -> None:
+    case = collective(name, ranks, 240 * ranks, torch.bfloat16)
+    even = collective(name.removesuffix("_v"), ranks, 240 * ranks, torch.bfloat16)
+    assert case.even == even
+    for rank in range(ranks):
+        assert [largest_message([operand(each, rank)], rank, ranks) for each in (case, even)] == [240, 240]
+    assert (case.bytes, case.busbw_bytes) == (even.bytes, even.busbw_bytes)
+    copied, even_copied = ([each.copied_bytes(rank) for rank in range(ranks)] for each in (case, even))
+    assert sum(copied) < sum(even_copied)
+    assert all(ours <= theirs for ours, theirs in zip(copied, even_copied, strict=True))
+
+
+def operand(case: Case, rank: int) -> Operand:
+    (step,) = case.steps
+    shape, out = (of(step, case.ranks, rank=rank) for of in (in_shape, out_shape))
+    spec, sizes = Spec.parse(step.spec), freeze_sizes(step.sizes)
+    return Operand(spec, shape, contiguous(shape), contiguous(out), case.dtype.itemsize, "bfloat16", sizes)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -136,11 +161,12 @@ def test_flux_moves_the_bytes_that_it_has(ranks: int) -> None:
     assert not fits("flux1024_kv", 5)
 
 
-def test_buffers_rotate_beyond_the_cache_or_stay_within_it(world: World) -> None:
+@pytest.mark.parametrize("name", ["all_gather", "all_gather_v"])
+def test_buffers_rotate_beyond_the_cache_or_stay_within_it(world: World, name: str) -> None:
     l2_bytes = 60 << 20
     for size in (1 << k for k in range(10, 29)):
         unit = 2 * world.ranks
-        case = collective("all_gather", world.ranks, size // unit * unit, torch.bfloat16)
+        case = collective(name, world.ranks, size // unit * unit, torch.bfloat16)
         found = measure.rotations(case, world, l2_bytes)
         assert found
         for rotation in found:
@@ -148,7 +174,7 @@ def test_buffers_rotate_beyond_the_cache_or_stay_within_it(world: World) -> None
             assert turned <= l2_bytes // 2 if rotation.hot else turned >= 1.5 * l2_bytes
             assert rotation.calls % rotation.depth == 0
             assert rotation.calls >= rotation.depth <= measure.MOST_SETS
-            granted = rotation.depth * (case.touched_bytes + 8192)
+            granted = rotation.depth * (case.touched_bytes + 8192) * (1 + case.uneven)
             assert granted <= gpu.room_bytes([case], world.ranks)
 
 
@@ -160,6 +186,31 @@ def test_what_cannot_run_says_why(world: World) -> None:
                 entry.make(case, world, 1)
     with pytest.raises(rivals.UnavailableError, match="no relayout"):
         rivals.torch_relayout(case, world, 1)
+
+
+def test_shares_that_nccl_has_no_call_for_say_so_and_even_ones_have_no_even_ones_beside_them(world: World) -> None:
+    apart = replace(world, name="processes")
+    for name in ("all_gather_v", "reduce_scatter_v"):
+        for make_one in (rivals.nccl, rivals.nccl_symmetric):
+            with pytest.raises(rivals.UnavailableError, match="equal shares only"):
+                make_one(collective(name, world.ranks, 240, torch.bfloat16), apart, 1)
+    with pytest.raises(rivals.UnavailableError, match="shares are equal"):
+        rivals.purlin_even(collective("all_gather", world.ranks, 240, torch.bfloat16), world, 1, granted=False)
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "all_to_all_v"])
+def test_nccl_gets_an_all_to_all_cut_as_it_must_be(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(rivals.dist, "all_to_all_single", lambda *given: calls.append(given))
+    rival = rivals.nccl(collective(name, world.ranks, 240, torch.bfloat16), replace(world, name="processes"), 1)
+    rival.fill(0)
+    for rank in world.here:
+        rival.call(rank, 0)
+    for rank, (out, _, *cuts) in enumerate(calls):
+        pieces = [x.split(*gives[1:] or (1,))[rank] for _, x, *gives in calls]
+        assert not cuts or [len(piece) for piece in pieces] == cuts[0]
+        out.copy_(torch.cat(pieces))
+    assert rival.wrong(0) == ""
 
 
 def test_relayouts_are_those_that_an_all_to_all_needs() -> None:
@@ -366,6 +417,50 @@ def test_a_turn_is_put_on_record_and_shown(world: World, tmp_path: Path, capsys:
     assert row_of(benchmarks.text_of(lines), "2400 hot")[0] == "2400 hot"
 
 
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_shares_stand_on_record_beside_even_ones(world: World, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    case = collective(name, world.ranks, 2400, torch.bfloat16)
+    job = gpu.Job((case,), (), 2, path, "abc")
+    assert not gpu._turn(job, world, RUN, case, measure.Rotation(4, 2, hot=True), "eager", first=True)
+    lines = [line for line in record.read(path) if line.provider in rivals.OURS]
+    grants = [False] if case.reduces else [False, True]
+    wanted = [(provider, granted) for provider in ("purlin", "purlin_even") for granted in grants]
+    assert [(line.provider, line.registered) for line in lines] == wanted
+    assert {(line.collective, line.bytes, line.rounds) for line in lines} == {(name, 2400, 2)}
+    assert f"### {name}, bfloat16" in benchmarks.text_of(lines)
+    assert rivals.purlin_even(case, world, 1, granted=False).case == case.even
+
+
+def test_an_even_yardstick_that_fails_is_a_failure_of_ours(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: object, granted: bool) -> rivals.Rival:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(rivals, "purlin_even", broken)
+    case = collective("all_gather_v", world.ranks, 2400, torch.bfloat16)
+    job = gpu.Job((case,), (), 1, None, "abc")
+    assert gpu._turn(job, world, RUN, case, measure.Rotation(4, 2, hot=True), "eager", first=True)
+
+
+def test_uneven_shares_have_sizes_of_their_own_in_the_sweep() -> None:
+    for arguments, sizes in (([], gpu.UNEVEN_SIZES), (["--quick"], gpu.UNEVEN_QUICK), (["--bytes", "96"], (96,))):
+        found = gpu._job(gpu._parse(arguments), 2).cases
+        assert {case.collective for case in found} == {*COLLECTIVES, *UNEVEN, *SHAPES}
+        assert [(case.collective, case.bytes) for case in found if case.uneven] == [
+            (name, size) for name in UNEVEN for size in sizes
+        ]
+    chosen = gpu._job(gpu._parse(["--op", "all_to_all_v", "--shape"]), 2).cases
+    assert {case.collective for case in chosen} == {"all_to_all_v"}
+    assert all(len(set(case.steps[0].shares)) == 2 for case in (*found, *chosen) if case.uneven)
+
+
+def test_bytes_that_cannot_be_shared_are_refused() -> None:
+    for arguments in (["--bytes", "33"], ["--bytes", "28"], ["--bytes", "28", "--op", "all_gather_v"]):
+        with pytest.raises(SystemExit, match="bytes"):
+            gpu._job(gpu._parse(arguments), 2)
+    assert gpu._job(gpu._parse(["--bytes", "28", "--op", "all_gather"]), 2).cases
+
+
 # ---- BENCHMARKS.md
 def test_the_committed_text_is_what_the_record_gives() -> None:
     text = benchmarks.text_of(benchmarks.on_record(), benchmarks.pictures_on_record())
@@ -416,6 +511,24 @@ def test_rows_hold_every_rival_and_the_ratio_to_the_best() -> None:
     assert "99" not in text
     assert text.count("### reduce_scatter\n\nnot run") == 1
     assert "## One GPU\n\nnot run" in text
+
+
+def test_a_row_of_uneven_shares_holds_the_ratio_to_even_ones() -> None:
+    v = partial(line, collective="all_gather_v")
+    lines = [
+        v(us=4.0),
+        v(us=2.0, registered=True, regime="direct"),
+        v(us=3.9, provider="purlin_even"),
+        v(us=2.5, provider="purlin_even", registered=True, regime="direct"),
+        v(us=5.0, provider="torch_copy", regime=None, ctas=None),
+        v(us=8.0, bytes=2048),
+    ]
+    text = benchmarks.text_of(lines)
+    assert row_of(text, "bytes")[1:5] == ["purlin", "purlin, granted", "purlin_even", "purlin_even, granted"]
+    assert row_of(text, "bytes")[-3:] == ["ours / even", "ours / even, granted", "GB/s"]
+    assert row_of(text, "1024")[3:5] == ["3.90 packet 1", "2.50 direct 1"]
+    assert row_of(text, "1024")[-3:] == ["1.03", "0.80", "0.2"]
+    assert row_of(text, "2048")[-3:] == ["not run", "not run", "0.2"]
 
 
 def test_the_newest_run_of_a_machine_kind_counts() -> None:

@@ -5,7 +5,7 @@
 namespace purlin::gpu {
 
 // Bytes a team in boxes from which on bulk copies carry them. At FLUX's sizes they do (59 us against 95 to heads, 32 teams); where the two cross was not
-// measured.
+// measured. Flat bytes are carried so where what stays at home has blocks of its own.
 constexpr i64 bulk_from = 64 << 10;
 
 template <bool flat, int ranks>
@@ -32,9 +32,9 @@ Choice direct(const Call& call, int ranks, bool bulk) {
   i64 most = 0;
   for (int p = 0; p < call.peers(); ++p)
     most = larger(most, larger(call.pair[p].send.bytes, call.pair[p].receive.bytes));
-  if (bulk && !call.flat && most / call.teams >= bulk_from)
-    return {by_ranks(ranks, direct_bulk_kernel<1>, direct_bulk_kernel<2>, direct_bulk_kernel<most_fused>),
-            2 * relay_threads, relay_bytes};
+  if (bulk && (!call.flat || call.parts == 2) && most / call.teams >= bulk_from)
+    return relayed(by_ranks(ranks, direct_bulk_kernel<1>, direct_bulk_kernel<2>, direct_bulk_kernel<most_fused>),
+                   call.parts);
   return {call.flat ? direct_of<true>(ranks) : direct_of<false>(ranks), block_threads, 0};
 }
 

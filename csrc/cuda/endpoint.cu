@@ -55,6 +55,7 @@ struct Endpoint::State {
   gpu::Page* page = nullptr;
   int device = 0;
   bool bulk = false;            // has bulk copies
+  Divider share{};              // Launch's
   cudaStream_t side = nullptr;  // for words that must pass a kernel that spins
   std::chrono::nanoseconds timeout{};
   Word calls = 1;  // made from this host; a replayed graph is not counted
@@ -82,6 +83,7 @@ Endpoint::Endpoint(int rank, const Geometry& geometry, std::vector<std::uintptr_
   s.bulk = gpu::bulk_copies_are_in_the_code();
   s.rank = rank;
   s.geometry = geometry;
+  s.share = divider(static_cast<unsigned>(larger(1, gpu::block_warps / larger(1, geometry.ranks - 1))));
   for (std::uintptr_t arena : arenas) s.arenas.push_back(reinterpret_cast<char*>(arena));
   s.timeout = std::chrono::nanoseconds(static_cast<i64>(timeout_s * 1e9));
   std::size_t bytes = sizeof(Counts) * static_cast<std::size_t>(s.channels()) + sizeof(Progress);
@@ -122,10 +124,8 @@ Outcome Endpoint::run(const Plan& plan, std::span<const std::uintptr_t> inputs, 
   if (!plan.takes(inputs.size(), outputs.size())) return Outcome::bad_plan;
   if (plan.overlaps(inputs, outputs)) return Outcome::overlap;
   if (s.dead()) return static_cast<Outcome>(death().what);
-  gpu::Launch launch{};
+  gpu::Launch launch{s.share, s.page, static_cast<unsigned long long>(s.timeout.count()), plan.call()};
   Call& call = launch.call;
-  launch.share = divider(static_cast<unsigned>(larger(1, gpu::block_warps / larger(1, s.geometry.ranks - 1))));
-  call = plan.call_with(plan.where());
   call.geometry = s.geometry;
   std::copy(s.arenas.begin(), s.arenas.end(), call.arena);
   for (std::size_t i = 0; i < inputs.size(); ++i) call.input[i] = reinterpret_cast<char*>(inputs[i]);
@@ -133,8 +133,6 @@ Outcome Endpoint::run(const Plan& plan, std::span<const std::uintptr_t> inputs, 
   call.counts = s.counts;
   call.counts_pitch = s.geometry.teams;
   call.progress = s.progress;
-  launch.page = s.page;
-  launch.timeout = static_cast<unsigned long long>(s.timeout.count());
   auto on = reinterpret_cast<cudaStream_t>(stream);
   ++s.calls;
   if (s.fusion) {

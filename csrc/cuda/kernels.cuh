@@ -1,7 +1,7 @@
-// What the kernels have in common. A block is one team of one rank; ranks of a world on one GPU may share a launch, *fused*: its grid holds the teams of
-// all of them, team-major. Each file of kernels is compiled on its own; the host chooses one for a call.
+// What the kernels have in common. A block is one team of one rank, or one role of it; ranks of a world on one GPU may share a launch, *fused*: its grid
+// holds the teams of all of them, team-major. Each file of kernels is compiled on its own; the host chooses one for a call.
 #pragma once
-#include "../purlin/atom/block.cuh"
+#include "../purlin/atom/tally.cuh"
 
 namespace purlin::gpu {
 
@@ -24,11 +24,34 @@ __device__ __forceinline__ Seat seat(const Launches<ranks>& all) {
   return {all.of[block % here], block / here};
 }
 
+// Where the roles of a team run side by side: in one block, the staging role in its first `staging` threads and the consuming one in the rest; or in a
+// block each, of as many threads as the larger role has. Threads of a block that has more than its role needs play none.
+struct Part {
+  const Launch& launch;
+  int parts;               // blocks of the team
+  int team, role, thread;  // of the role
+};
+template <int staging, int consuming, int ranks>
+__device__ __forceinline__ Part part(const Launches<ranks>& all) {
+  auto [launch, seat_number] = seat(all);
+  int thread = static_cast<int>(threadIdx.x), here = ranks == 1 ? 1 : ranks == 2 ? 2 : all.of[0].call.ranks;
+  int blocks = launch.call.teams * here, all_blocks = static_cast<int>(gridDim.x);
+  if (all_blocks == blocks)
+    return {launch, 1, seat_number, thread < staging ? stages : consumes, thread < staging ? thread : thread - staging};
+  int parts = all_blocks == 2 * blocks ? 2 : 3, role = seat_number % parts;
+  return {launch, parts, seat_number / parts, thread < (role == consumes ? consuming : staging) ? role : idle, thread};
+}
+
 struct Choice {
   const void* kernel;
   int threads;
   int shared_bytes;  // beside what the kernel declares
+  int parts = 1;     // blocks a team
 };
+// A kernel for which part() tells the roles apart: in one block a team, or in as many as the call may have.
+constexpr Choice side_by_side(const void* kernel, int staging, int consuming, int shared_bytes, int parts) {
+  return {kernel, parts > 1 ? larger(staging, consuming) : staging + consuming, shared_bytes, parts};
+}
 
 // Calls of `ranks` ranks (1, 2, or up to most_fused) in a launch; `call` is any of theirs. bulk: the GPU has bulk copies.
 Choice packets(const Call& call, int ranks);

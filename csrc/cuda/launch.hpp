@@ -30,6 +30,7 @@ inline Choice choose_for_all(const Launch* launches, int ranks, bool bulk) {
   for (int r = 0; r < ranks; ++r) {
     const Call& call = launches[r].call;
     all.flat = all.flat && call.flat;
+    all.parts = smaller(all.parts, call.parts);
     for (int p = 0; p < call.peers(); ++p)
       all.pair[0].send.bytes = larger(all.pair[0].send.bytes, call.pair[p].send.bytes);
   }
@@ -40,13 +41,13 @@ inline bool one_launch_serves(const Call& a, const Call& b) {
          (a.kind == Kind::copy || (a.sum.op == b.sum.op && a.sum.dtype == b.sum.dtype));
 }
 
-// `launches`: a Launch, or those of a fused world; the kernel knows how many it takes.
-inline void launch(const Choice& choice, int blocks, const void* launches, cudaStream_t stream) {
+// `launches`: a Launch, or those of a fused world, whose teams together are `teams`; the kernel knows how many it takes.
+inline void launch(const Choice& choice, int teams, const void* launches, cudaStream_t stream) {
   void* arguments[] = {const_cast<void*>(launches)};
-  check(
-      cudaLaunchKernel(choice.kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(choice.threads)),
-                       arguments, static_cast<std::size_t>(choice.shared_bytes), stream),
-      "launch");
+  check(cudaLaunchKernel(choice.kernel, dim3(static_cast<unsigned>(teams * choice.parts)),
+                         dim3(static_cast<unsigned>(choice.threads)), arguments,
+                         static_cast<std::size_t>(choice.shared_bytes), stream),
+        "launch");
 }
 
 // Loading a kernel behind one that spins can hang: load all that calls of `ranks` ranks a launch may need, once.
@@ -54,7 +55,7 @@ template <class F>
 void for_each_choice(int ranks, bool bulk, F f) {
   Call call{};
   call.ranks = 2;
-  call.teams = 1;
+  call.teams = call.parts = 1;
   for (bool flat : {true, false})
     for (Regime regime : {Regime::packet, Regime::direct, Regime::staged})
       for (i64 bytes : {i64{0}, i64{1} << 40}) {

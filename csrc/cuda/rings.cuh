@@ -1,4 +1,5 @@
-// How kernels whose two roles run side by side begin and end: shared memory laid out, counts read, hands made. call(hands, call) is the protocol's.
+// How kernels whose two roles run side by side, in one block or in two, begin and end: shared memory laid out, counts read, hands made. call(hands, call)
+// is the protocol's.
 #pragma once
 #include "../purlin/atom/apart.cuh"
 #include "../purlin/atom/relay.cuh"
@@ -6,20 +7,23 @@
 
 namespace purlin::gpu {
 
-constexpr int relay_bytes = 2 * cells * cell_bytes;  // of both roles, dynamic
+constexpr int role_bytes = cells * cell_bytes;  // of one role, dynamic
 
 template <int ranks, class F>
 __device__ __forceinline__ void by_relay(const Launches<ranks>& all, char* memory, F call) {
   __shared__ Cells all_cells[2];
   __shared__ Tally tally;
-  auto [launch, team] = seat(all);
+  auto [launch, parts, team, role, thread] = part<relay_threads, relay_threads>(all);
   if (threadIdx.x < 2) all_cells[threadIdx.x].init();
   tally.read(launch.call, team);
-  int thread = static_cast<int>(threadIdx.x);
-  Relay hands(launch, team, thread / relay_threads, thread % relay_threads, all_cells, memory, &tally);
+  Relay hands(launch, team, role, thread, all_cells + role, memory + (parts == 1 ? role * role_bytes : 0), &tally);
   if (!hands.enter()) return;
   call(hands, launch.call);
   hands.leave();
+}
+
+inline Choice relayed(const void* kernel, int parts) {
+  return side_by_side(kernel, relay_threads, relay_threads, (parts > 1 ? 1 : 2) * role_bytes, parts);
 }
 
 constexpr int plain_copiers = 256;  // of a role
@@ -30,12 +34,11 @@ template <class Adding, int ranks, class F>
 __device__ __forceinline__ void by_apart(const Launches<ranks>& all, F call) {
   __shared__ Crossing<plain_copiers> crossings[2];
   __shared__ Tally tally;
-  auto [launch, team] = seat(all);
+  constexpr int role_threads = Plain<Adding>::role_threads;
+  auto [launch, parts, team, role, thread] = part<role_threads, role_threads>(all);
   if (threadIdx.x < 2) crossings[threadIdx.x].init();
   tally.read(launch.call, team);
-  constexpr int role_threads = Plain<Adding>::role_threads;
-  int thread = static_cast<int>(threadIdx.x), role = thread / role_threads;
-  Plain<Adding> hands(launch, team, role, thread % role_threads, crossings + role, &tally);
+  Plain<Adding> hands(launch, team, role, thread, crossings + role, &tally);
   if (!hands.enter()) return;
   call(hands, launch.call);
   hands.leave();

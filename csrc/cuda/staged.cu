@@ -3,10 +3,10 @@
 
 namespace purlin::gpu {
 
-constexpr int plain_threads = 2 * Plain<Copies>::role_threads;
+constexpr int plain_threads = Plain<Copies>::role_threads;
 
 template <int ranks>
-__global__ void __launch_bounds__(plain_threads, 1) staged_kernel(const __grid_constant__ Launches<ranks> all) {
+__global__ void __launch_bounds__(2 * plain_threads, 1) staged_kernel(const __grid_constant__ Launches<ranks> all) {
   by_apart<Copies>(all, [](auto& hands, const Call& call) { snac::staged_copy(hands, call); });
 }
 template <int ranks>
@@ -16,11 +16,12 @@ __global__ void __launch_bounds__(2 * relay_threads, 1)
   by_relay(all, memory, [](auto& hands, const Call& call) { snac::staged_copy(hands, call); });
 }
 
-Choice staged(const Call&, int ranks, bool bulk) {
+Choice staged(const Call& call, int ranks, bool bulk) {
   if (bulk)
-    return {by_ranks(ranks, staged_bulk_kernel<1>, staged_bulk_kernel<2>, staged_bulk_kernel<most_fused>),
-            2 * relay_threads, relay_bytes};
-  return {by_ranks(ranks, staged_kernel<1>, staged_kernel<2>, staged_kernel<most_fused>), plain_threads, 0};
+    return relayed(by_ranks(ranks, staged_bulk_kernel<1>, staged_bulk_kernel<2>, staged_bulk_kernel<most_fused>),
+                   call.parts);
+  return side_by_side(by_ranks(ranks, staged_kernel<1>, staged_kernel<2>, staged_kernel<most_fused>), plain_threads,
+                      plain_threads, 0, call.parts);
 }
 
 }  // namespace purlin::gpu

@@ -18,7 +18,7 @@ struct
 };
 
 struct PlanText {
-  int kind, regime, op, dtype, rank, ranks, teams, lag, grants;
+  int kind, regime, op, dtype, rank, ranks, teams, parts, lag, grants;
   unsigned signature;
   RouteText own_from, own_to;
   std::vector<RouteText> send, remote, receive;  // by peer: peer p is rank (rank + 1 + p) % ranks
@@ -34,10 +34,7 @@ std::shared_ptr<const Item> keep_items(const std::vector<Item>& items);
 class Plan {
  public:
   Plan(const PlanText& text, const Geometry& geometry);
-  Call call_with(const Item* items) const;  // `items`: where items() lie for who runs the call
-  const std::vector<Item>& items() const { return items_; }
-  const Item* where() const { return kept_.get(); }  // for call_with
-  const Call& call() const { return call_; }
+  const Call& call() const { return call_; }  // all but what is the endpoint's, and addresses of tensors
   bool overlaps(std::span<const std::uintptr_t> inputs, std::span<const std::uintptr_t> outputs) const;
   bool takes(std::size_t inputs, std::size_t outputs) const;
 

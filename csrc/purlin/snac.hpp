@@ -25,13 +25,13 @@ template <Atom A>
 PURLIN_FN void staged_copy(A& a, const Call& c) {
   a.both(c.lag, Consume<A>{a, c}, Stage<A>{a, c});
 }
-// The hands that stage may be others than those that add.
-template <Atom A, Atom B>
-PURLIN_FN void staged_sum(A& adding, B& staging, const Call& c) {
+// The hands that stage, and those that gather, may be others than those that add.
+template <Atom A, Atom B, Atom C>
+PURLIN_FN void staged_sum(A& adding, B& staging, C& gathering, const Call& c) {
   if (c.kind == Kind::reduce) {
     adding.both(c.lag, Reduce<A>{adding, c}, Stage<B>{staging, c});
   } else {
-    adding.both(c.lag, ReduceThenGather<A>{adding, c}, Stage<B>{staging, c});
+    adding.three(c.lag, Gather<C>{gathering, c}, Spread<A>{adding, c}, Stage<B>{staging, c});
   }
 }
 
@@ -41,7 +41,7 @@ PURLIN_FN void run(A& a, const Call& c) {
   switch (c.regime) {
     case Regime::packet: packets(a, c); break;
     case Regime::direct: direct(a, c); break;
-    case Regime::staged: c.kind == Kind::copy ? staged_copy(a, c) : staged_sum(a, a, c); break;
+    case Regime::staged: c.kind == Kind::copy ? staged_copy(a, c) : staged_sum(a, a, a, c); break;
   }
   a.leave();
 }

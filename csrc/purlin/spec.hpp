@@ -29,6 +29,7 @@ struct Call {
   Regime regime;
   Sum sum;
   int rank, ranks, teams, lag, steps;
+  int parts;           // blocks of a GPU that a team may have: 1, or one for each of its roles
   int grants;          // direct: outputs granted
   bool flat;           // all routes are
   unsigned signature;  // 24 bits: the call as all ranks know it

@@ -2,18 +2,21 @@
 
 As in nccl-tests, the bytes of a case are those of an all-gather's output and of the others' input, on one rank; its bus bandwidth is
 bytes / time x (ranks - 1) / ranks, twice that for an all-reduce: what each rank's link carries in each direction.
+
+A case of uneven shares has the bytes of the even one of its largest share: the largest message of one rank to another is the same in both, and so
+is what the busiest link carries in its busier direction, the bus bandwidth of both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from purlin_core.spec import Spec
+from purlin_core.spec import Sizes, Spec
 
 Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
 Parts: TypeAlias = list[tuple[list[Tensor], list[Tensor]]]  # of one rank, a step: inputs and outputs
@@ -24,15 +27,34 @@ FAINT = 2.0**-100
 
 @dataclass(frozen=True)
 class Step:
-    """One exchange of `count` tensors by one spec; `shape` is that of one rank's input.
+    """One exchange of `count` tensors by one spec; `shape` is that of one rank's input where shares are equal.
 
-    `strided`: they are slices of one tensor, as a fused projection makes them.
+    `strided`: they are slices of one tensor, as a fused projection makes them. `shares`: rows a rank where they differ, of the dim that the right
+    shards, or else of the one that the left does.
     """
 
     spec: str
     shape: tuple[int, ...]
     count: int = 1
     strided: bool = False
+    shares: tuple[int, ...] = ()
+
+    @property
+    def right_dim(self) -> int | None:
+        """The dim that the right shards, as it is numbered on the left."""
+        spec = Spec.parse(self.spec)
+        return None if spec.right.sharded_dim is None else spec.order[spec.right.sharded_dim]
+
+    @property
+    def shared_dim(self) -> int:
+        """The dim that `shares` are of, as it is numbered on the left."""
+        dims = self.right_dim, Spec.parse(self.spec).left.sharded_dim
+        return next(dim for dim in dims if dim is not None)
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """As a communicator takes them."""
+        return {Spec.parse(self.spec).left.dims[self.shared_dim].names[0]: self.shares} if self.shares else None
 
     @property
     def numel(self) -> int:
@@ -43,10 +65,20 @@ class Step:
 class Case:
     collective: str
     ranks: int
-    bytes: int  # of the whole message
+    bytes: int  # of the whole message; of uneven shares, that of `even`
     dtype: torch.dtype
     steps: tuple[Step, ...]
     in_place: bool = False  # of a one-step case
+
+    @property
+    def uneven(self) -> bool:
+        return any(step.shares for step in self.steps)
+
+    @property
+    def even(self) -> Case:
+        """The same with equal shares, each as large as the largest."""
+        steps = tuple(replace(step, shares=()) for step in self.steps)
+        return replace(self, collective=self.collective.removesuffix(UNEVEN_SUFFIX), steps=steps)
 
     @property
     def reduces(self) -> bool:
@@ -54,37 +86,40 @@ class Case:
 
     @property
     def busbw_bytes(self) -> float:
-        """Bytes that each rank's link must carry in each direction."""
+        """Bytes that each rank's link must carry in each direction; of uneven shares, the busiest link in its busier one."""
         return self.bytes * (self.ranks - 1) / self.ranks * (2 if self.collective == "all_reduce" else 1)
 
     @property
     def touched_bytes(self) -> int:
-        """Bytes of one rank's inputs and outputs."""
-        given, made = self._numels()
+        """Bytes of one rank's inputs and outputs; of uneven shares, those of `even`, so that buffers of both rotate alike."""
+        given = sum(step.numel for step in self.steps)
+        made = self.even._made(0)
         return (max(given, made) if self.in_place else given + made) * self.dtype.itemsize
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes that a plain copy standing for one rank's part must move: those it must write, or of a sum those it must be sent."""
+    def copied_bytes(self, rank: int) -> int:
+        """Bytes that a plain copy standing for this rank's part must move: those it must write, or of a sum those it must be sent."""
+        made = self._made(rank)
         if self.reduces:
-            return int(self.busbw_bytes)
-        _, made = self._numels()
+            return int(self.busbw_bytes * made / self.even._made(rank))
         own = made // self.ranks if self.in_place else 0
         return (made - own) * self.dtype.itemsize
 
-    def _numels(self) -> tuple[int, int]:
-        given = sum(step.numel for step in self.steps)
-        return given, sum(step.count * torch.Size(out_shape(step, self.ranks)).numel() for step in self.steps)
+    def _made(self, rank: int) -> int:
+        """Elements of this rank's outputs."""
+        return sum(step.count * torch.Size(out_shape(step, self.ranks, rank=rank)).numel() for step in self.steps)
 
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+UNEVEN_SUFFIX = "_v"  # as MPI names them
+UNEVEN_PART = 8  # an eighth
+UNEVEN = ("all_gather_v", "reduce_scatter_v", "all_to_all_v")
 # FLUX.1 at 1024x1024: 4096 image and 512 text tokens, 24 heads of 128.
 FLUX_TOKENS, FLUX_HEADS, FLUX_HEAD_DIM = 4096 + 512, 24, 128
 SHAPES = ("flux1024_qkv_o", "flux1024_qkv_o_strided", "flux1024_kv", "flux1024_kv_strided")
 
 
 def collective(name: str, ranks: int, size: int, dtype: torch.dtype, *, in_place: bool = False) -> Case:
-    """One of COLLECTIVES; `size` must be divisible by ranks x the dtype's bytes."""
+    """One of COLLECTIVES or UNEVEN; `size` must be divisible by ranks x the dtype's bytes."""
     numel = size // dtype.itemsize
     share = numel // ranks
     steps = {
@@ -93,7 +128,15 @@ def collective(name: str, ranks: int, size: int, dtype: torch.dtype, *, in_place
         "all_reduce": Step("+n -> n", (numel,)),
         "all_to_all": Step("s@ h -> s h@", (1, numel)),
     }
-    return Case(name, ranks, size, dtype, (steps[name],), in_place)
+    step = steps[name.removesuffix(UNEVEN_SUFFIX)]
+    if name in UNEVEN:
+        step = replace(step, shares=shares_of(share, ranks))
+    return Case(name, ranks, size, dtype, (step,), in_place)
+
+
+def shares_of(largest: int, ranks: int) -> tuple[int, ...]:
+    """`largest` and an eighth less by turns, so that the largest message of one rank to another is that of the even case of the same bytes."""
+    return tuple(largest - largest // UNEVEN_PART * (rank % 2) for rank in range(ranks))
 
 
 def shape(name: str, ranks: int) -> Case:
@@ -112,14 +155,30 @@ def fits(name: str, ranks: int) -> bool:
     return FLUX_TOKENS % ranks == 0 and FLUX_HEADS % ranks == 0
 
 
-def out_shape(step: Step, ranks: int) -> tuple[int, ...]:
-    spec = Spec.parse(step.spec)
-    sizes = list(step.shape)
-    if not spec.partial and spec.left.sharded_dim is not None:
-        sizes[spec.left.sharded_dim] *= ranks
-    if spec.right.sharded_dim is not None:
-        sizes[spec.order[spec.right.sharded_dim]] //= ranks
-    return tuple(sizes[dim] for dim in spec.order)
+def in_shape(step: Step, ranks: int, *, rank: int) -> tuple[int, ...]:
+    return _shard(step, ranks, rank, Spec.parse(step.spec).left.sharded_dim)
+
+
+def out_shape(step: Step, ranks: int, *, rank: int) -> tuple[int, ...]:
+    shape = _shard(step, ranks, rank, step.right_dim)
+    return tuple(shape[dim] for dim in Spec.parse(step.spec).order)
+
+
+def _shard(step: Step, ranks: int, rank: int, dim: int | None) -> tuple[int, ...]:
+    """This rank's part along `dim`, dims as on the left."""
+    sizes = _whole(step, ranks)
+    if dim is not None:
+        sizes[dim] = step.shares[rank] if step.shares and dim == step.shared_dim else sizes[dim] // ranks
+    return tuple(sizes)
+
+
+def _whole(step: Step, ranks: int) -> list[int]:
+    sizes, dim = list(step.shape), Spec.parse(step.spec).left.sharded_dim
+    if dim is not None:
+        sizes[dim] *= ranks
+    if step.shares:
+        sizes[step.shared_dim] = sum(step.shares)
+    return sizes
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -135,8 +194,8 @@ def make(case: Case, rank: int, inputs: Allocate, outputs: Allocate) -> Parts:
             fused = inputs((*step.shape[:2], step.count, *step.shape[2:]), case.dtype)
             given = list(fused.unbind(2))
         else:
-            given = [inputs(step.shape, case.dtype) for _ in range(step.count)]
-        parts.append((given, [outputs(out_shape(step, case.ranks), case.dtype) for _ in range(step.count)]))
+            given = [inputs(in_shape(step, case.ranks, rank=rank), case.dtype) for _ in range(step.count)]
+        parts.append((given, [outputs(out_shape(step, case.ranks, rank=rank), case.dtype) for _ in range(step.count)]))
     return parts
 
 
@@ -144,7 +203,7 @@ def _in_place(case: Case, rank: int, inputs: Allocate, outputs: Allocate) -> tup
     """All-gather from its own shard of the output, reduce-scatter into its own shard of the input, all-reduce onto itself."""
     (step,) = case.steps
     if case.collective == "all_gather":
-        out = outputs(out_shape(step, case.ranks), case.dtype)
+        out = outputs(out_shape(step, case.ranks, rank=rank), case.dtype)
         return [out.chunk(case.ranks)[rank]], [out]
     if case.collective not in ("reduce_scatter", "all_reduce"):
         raise ValueError(f"{case.collective} has no form in place")
@@ -173,7 +232,8 @@ def values_of(case: Case, index: int, rank: int, turn: int, device: torch.device
     """What rank `rank` passes to step `index`; any rank can tell."""
     step = case.steps[index]
     generator = torch.Generator(device).manual_seed(1 + rank + 64 * (index + 4 * turn))
-    return [torch.randn(step.shape, generator=generator, device=device, dtype=case.dtype) for _ in range(step.count)]
+    shape = in_shape(step, case.ranks, rank=rank)
+    return [torch.randn(shape, generator=generator, device=device, dtype=case.dtype) for _ in range(step.count)]
 
 
 def wrong(case: Case, parts: Parts, rank: int, turn: int) -> str:
@@ -193,7 +253,7 @@ def wrong(case: Case, parts: Parts, rank: int, turn: int) -> str:
 
 
 def expected(step: Step, inputs: Sequence[Tensor], rank: int) -> Tensor:
-    """Of equal shares; Spec.reference is the meaning of all specs, and a test compares the two."""
+    """Spec.reference is the meaning of all specs, and a test compares the two."""
     spec = Spec.parse(step.spec)
     if spec.partial:
         total = inputs[0].float()
@@ -204,4 +264,7 @@ def expected(step: Step, inputs: Sequence[Tensor], rank: int) -> Tensor:
         whole = torch.cat(list(inputs), spec.left.sharded_dim or 0)
     whole = whole.permute(spec.order)
     dim = spec.right.sharded_dim
-    return whole if dim is None else whole.chunk(len(inputs), dim)[rank]
+    if dim is None:
+        return whole
+    rows = step.shares or (whole.shape[dim] // len(inputs),) * len(inputs)
+    return whole.narrow(dim, sum(rows[:rank]), rows[rank])

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from bench import record, rivals
-from bench.cases import COLLECTIVES, SHAPES, Case, collective, fits, shape
+from bench.cases import COLLECTIVES, SHAPES, UNEVEN, UNEVEN_PART, Case, collective, fits, shape
 from bench.measure import Entry, Rotation, Times, line, measure, rotations
 from bench.worlds import Force, World, local_world, process_world
 
@@ -21,12 +21,15 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = tuple(KIB * k for k in (1, 8, 16, 64, 128, 256, 1024, 2048, 4096, 14336, 16384, 65536, 262144))
 QUICK = tuple(KIB * k for k in (1, 8, 128, 2048, 14336, 262144))
 ODD_SHARES = (167, 25_001, 1_750_003)  # elements a rank
+UNEVEN_SIZES = (64 * KIB, MIB, 64 * MIB)
+UNEVEN_QUICK = (MIB,)
 EAGER_SIZES = (KIB, 64 * KIB, MIB)
 IN_PLACE = {
     "all_gather": (False, True),
     "reduce_scatter": (False, True),
     "all_reduce": (False, True),
     "all_to_all": (False,),
+    **dict.fromkeys(UNEVEN, (False,)),
 }
 
 
@@ -72,7 +75,7 @@ def sweep(job: Job, world: World, run: record.Run) -> bool:
 def _turn(job: Job, world: World, run: record.Run, case: Case, rotation: Rotation, mode: str, *, first: bool) -> bool:
     """One row. Rivals that cannot run are put on record once a collective; the buffers of all are gone when this returns."""
     times = measure(case, world, entries_of(case, world, job.forces), rotation, rounds=job.rounds, mode=mode)
-    ours = [each for each in times if each.entry.provider == "purlin" and not each.why.startswith(rivals.RUNS_AS)]
+    ours = [each for each in times if each.entry.provider in rivals.OURS and not each.why.startswith(rivals.RUNS_AS)]
     if world.root:
         print(row_of(case, rotation, mode, times), flush=True)
         if job.record:
@@ -84,7 +87,7 @@ def _turn(job: Job, world: World, run: record.Run, case: Case, rotation: Rotatio
 def _turns(case: Case, world: World, l2_bytes: int) -> Iterator[tuple[Rotation, str]]:
     found = rotations(case, world, l2_bytes)
     yield from ((rotation, "graph") for rotation in found)
-    if case.bytes in EAGER_SIZES and case.collective in COLLECTIVES:
+    if case.bytes in EAGER_SIZES and case.collective not in SHAPES:
         yield found[-1], "eager"
 
 
@@ -96,6 +99,8 @@ def entries_of(case: Case, world: World, forces: Sequence[Force]) -> list[Entry]
         if not (force.granted and case.reduces):
             make = partial(rivals.purlin, granted=force.granted, force=force)
             ours.append(Entry("purlin", make, force.granted, forced=True))
+    if case.uneven:
+        ours += [Entry("purlin_even", partial(rivals.purlin_even, granted=granted), granted) for granted in grants]
     theirs = [Entry("nccl", rivals.nccl), Entry("nccl_symmetric", rivals.nccl_symmetric, True)]
     if case.collective == "all_reduce":
         shots = "two" if case.in_place else "one"
@@ -109,7 +114,7 @@ def entries_of(case: Case, world: World, forces: Sequence[Force]) -> list[Entry]
 def row_of(case: Case, rotation: Rotation, mode: str, times: Sequence[Times]) -> str:
     """One line a case: microseconds of every rival that ran, and why ours did not."""
     cells = [
-        _cell(each) for each in times if each.us or each.entry.provider == "purlin" or each.why.startswith("wrong")
+        _cell(each) for each in times if each.us or each.entry.provider in rivals.OURS or each.why.startswith("wrong")
     ]
     place = "in place" if case.in_place else "apart"
     heat = "eager" if mode == "eager" else "hot" if rotation.hot else "cold"
@@ -131,25 +136,39 @@ def _cell(times: Times) -> str:
 def _job(given: argparse.Namespace, ranks: int) -> Job:
     dtype = getattr(torch, given.dtype)
     unit = ranks * dtype.itemsize
-    sizes = given.bytes or sorted({-(-size // unit) * unit for size in (QUICK if given.quick else SIZES)})
-    if any(size < 1 or size % unit for size in sizes):
-        raise SystemExit(f"bench_collectives: needs bytes divisible by {unit}")
-    if not given.bytes:
-        sizes += [share * unit for share in ODD_SHARES[: 1 if given.quick else None]]
+    _check(given, unit)
     cases = [
         collective(name, ranks, size, dtype, in_place=in_place)
         for name in given.op
         for in_place in IN_PLACE[name]
-        for size in sizes
+        for size in given.bytes or sizes_of(name, unit, quick=given.quick)
     ]
     cases += [shape(name, ranks) for name in given.shape if fits(name, ranks)]
     return Job(tuple(cases), tuple(given.force), given.rounds or (5 if given.quick else 9), given.record, given.commit)
 
 
+def _check(given: argparse.Namespace, unit: int) -> None:
+    sizes = given.bytes or ()
+    if any(size < 1 or size % unit for size in sizes):
+        raise SystemExit(f"bench_collectives: needs bytes divisible by {unit}")
+    if not set(UNEVEN).isdisjoint(given.op) and any(size < UNEVEN_PART * unit for size in sizes):
+        raise SystemExit(
+            f"bench_collectives: uneven shares need {UNEVEN_PART * unit} bytes or more; pass --op of others"
+        )
+
+
+def sizes_of(name: str, unit: int, *, quick: bool) -> list[int]:
+    """Bytes of the sweep, multiples of `unit`; those of odd shares last."""
+    if name in UNEVEN:
+        return sorted({-(-size // unit) * unit for size in (UNEVEN_QUICK if quick else UNEVEN_SIZES)})
+    plain = sorted({-(-size // unit) * unit for size in (QUICK if quick else SIZES)})
+    return plain + [share * unit for share in ODD_SHARES[: 1 if quick else None]]
+
+
 def room_bytes(cases: Sequence[Case], sharing: int) -> int:
-    """For the buffers of any rotation: 1.5 times an L2 cache of 128 MiB at most, or two sets."""
-    most = max(case.touched_bytes for case in cases)
-    return 2 * most + 192 * MIB // sharing + 640 * 8 * KIB
+    """For the buffers of any rotation: 1.5 times an L2 cache of 128 MiB at most, or two sets; twice that where even shares lie beside uneven ones."""
+    rotating = 192 * MIB // sharing + 640 * 8 * KIB
+    return max((2 * case.touched_bytes + rotating) * (1 + case.uneven) for case in cases)
 
 
 def gpus(world: World) -> str:
@@ -191,7 +210,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="threads of one process; torchrun says it itself")
     parser.add_argument("--devices", nargs="+", default=["cuda:0"], help="one for all ranks, or one a rank")
     parser.add_argument("--unfused", action="store_true", help="ranks of one device on streams of their own")
-    parser.add_argument("--op", nargs="*", choices=COLLECTIVES, default=list(COLLECTIVES))
+    parser.add_argument("--op", nargs="*", choices=(*COLLECTIVES, *UNEVEN), default=[*COLLECTIVES, *UNEVEN])
     parser.add_argument("--shape", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument(
         "--bytes", nargs="+", type=int, help="of the whole message: an all-gather's output, the others' input"

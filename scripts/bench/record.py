@@ -40,7 +40,7 @@ class Line:
     provider: str
     world: str  # local: threads of one process; processes
     collective: str
-    bytes: int  # of the whole message: an all-gather's output, the others' input
+    bytes: int  # of the whole message: an all-gather's output, the others' input; of uneven shares, as if all were as large as the largest
     dtype: str
     ranks: int
     in_place: bool

@@ -1,5 +1,5 @@
 """Who carries out a case: purlin, torch.distributed over NCCL, NCCL with registered symmetric windows, torch's symmetric memory; and, as
-yardsticks, torch's own copy of the same bytes and the relayouts that a rival needs beside its collectives.
+yardsticks, ours with equal shares beside uneven ones, torch's own copy of the same bytes and the relayouts that a rival needs beside its collectives.
 
 Every one has buffers of its own, `depth` sets of them in rotation. One that cannot run here raises UnavailableError, which says why.
 """
@@ -7,7 +7,8 @@ Every one has buffers of its own, `depth` sets of them in rotation. One that can
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from bench.cases import Allocate, Case, Parts, dim_down, fill, make, wrong
 from bench.worlds import Force, World
+from purlin_core import Communicator
 
+OURS = ("purlin", "purlin_even")
 RUNS_AS = "runs as"  # something else than was asked for
 
 
@@ -73,25 +76,44 @@ def ordinary(world: World) -> dict[int, Allocate]:
 # ---- ours ------------------------------------------------------------------------------------------------------------
 
 
+# By the names that torch has for them, as users of torch call them; all else by its spec.
+NAMED: Mapping[str, Callable[[Communicator, Tensor, Tensor], object]] = {
+    "all_gather": lambda comm, out, x: comm.all_gather_into_tensor(out, x),
+    "reduce_scatter": lambda comm, out, x: comm.reduce_scatter_tensor(out, x),
+}
+
+
 def purlin(case: Case, world: World, depth: int, *, granted: bool, force: Force | None = None) -> Rival:
     """`granted`: into comm.empty(). The schedule on record is that of the first step."""
     comms = world.communicators(force)
     plain = ordinary(world)
     outputs: dict[int, Allocate] = {rank: comm.empty for rank, comm in comms.items()} if granted else plain
     sets = sets_of(case, world, depth, plain, outputs)
+    steps = [(step.spec, step.sizes) for step in case.steps]
+    named = NAMED.get(case.collective)
 
     def call(rank: int, turn: int) -> None:
-        for step, (given, outs) in zip(case.steps, sets[turn % depth][rank], strict=True):
-            comms[rank].exchange(given, step.spec, out=outs)
+        for (spec, sizes), (given, outs) in zip(steps, sets[turn % depth][rank], strict=True):
+            if named is None:
+                comms[rank].exchange(given, spec, sizes=sizes, out=outs)
+            else:
+                named(comms[rank], outs[0], given[0])
 
     rank = world.here[0]
     given, outs = sets[0][rank][0]
     with world.lane_of(rank).current():
-        schedule = comms[rank].plan(given, case.steps[0].spec, out=outs).schedule
+        schedule = comms[rank].plan(given, steps[0][0], sizes=steps[0][1], out=outs).schedule
     if force is not None and (schedule.regime, schedule.teams) != (force.regime, force.teams):
         raise UnavailableError(f"{RUNS_AS} {schedule.regime.name.lower()} by {schedule.teams}: {schedule.why}")
     regime = schedule.regime.name.lower()
-    return Rival("purlin", case, sets, call, granted, regime, schedule.teams)
+    return Rival("purlin", case, sets, call, granted, regime, schedule.ctas)
+
+
+def purlin_even(case: Case, world: World, depth: int, *, granted: bool) -> Rival:
+    """Ours on the even case beside an uneven one."""
+    if not case.uneven:
+        raise UnavailableError("its shares are equal")
+    return replace(purlin(case.even, world, depth, granted=granted), provider="purlin_even")
 
 
 # ---- NCCL ------------------------------------------------------------------------------------------------------------
@@ -99,6 +121,7 @@ def purlin(case: Case, world: World, depth: int, *, granted: bool, force: Force 
 
 def nccl(case: Case, world: World, depth: int) -> Rival:
     _needs_processes(world)
+    _needs_nccl_call(case)
     plain = ordinary(world)
     return _by_nccl("nccl", case, sets_of(case, world, depth, plain, plain), registered=False)
 
@@ -106,6 +129,7 @@ def nccl(case: Case, world: World, depth: int) -> Rival:
 def nccl_symmetric(case: Case, world: World, depth: int) -> Rival:
     """Inputs and outputs in memory of ncclMemAlloc, registered as symmetric windows."""
     _needs_processes(world)
+    _needs_nccl_call(case)
     if not _by_one_call(case.collective):
         raise UnavailableError("its permutes write to ordinary memory")
     room = dict.fromkeys(world.here, _Carver(_window(world)).take)
@@ -143,19 +167,28 @@ class _Carver:
 
 
 def _by_nccl(provider: str, case: Case, sets: list[dict[int, Parts]], *, registered: bool) -> Rival:
-    carry = {
+    carries: dict[str, Callable[[Parts, int], None]] = {
         "all_gather": _gather,
         "reduce_scatter": _scatter,
         "all_reduce": _reduce,
         "all_to_all": _to_all,
-    }.get(case.collective, _kv if "qkv" not in case.collective else _qkv_o)
-    if case.collective == "all_reduce" and not case.in_place:
-        raise UnavailableError("torch.distributed reduces in place only")
+        "all_to_all_v": partial(_to_all_v, shares=case.steps[0].shares),
+    }
+    carry = carries.get(case.collective, _kv if "qkv" not in case.collective else _qkv_o)
 
     def call(rank: int, turn: int) -> None:
         carry(sets[turn % len(sets)][rank], case.ranks)
 
     return Rival(provider, case, sets, call, registered)
+
+
+def _needs_nccl_call(case: Case) -> None:
+    if case.collective == "all_reduce" and not case.in_place:
+        raise UnavailableError("torch.distributed reduces in place only")
+    if case.uneven and case.collective != "all_to_all_v":
+        raise UnavailableError(
+            "NCCL has it for equal shares only: torch.distributed makes several calls of uneven ones"
+        )
 
 
 def _by_one_call(name: str) -> bool:
@@ -189,6 +222,12 @@ def _reduce(parts: Parts, ranks: int) -> None:
 def _to_all(parts: Parts, ranks: int) -> None:
     ((x,), (out,)) = parts[0]
     dist.all_to_all_single(out, x.view_as(out))
+
+
+def _to_all_v(parts: Parts, ranks: int, *, shares: Sequence[int]) -> None:
+    """Of one row a rank: shares[d] elements go to rank d, and as many as its own come from each."""
+    ((x,), (out,)) = parts[0]
+    dist.all_to_all_single(out.view(-1), x.view(-1), [out.shape[1]] * ranks, list(shares))
 
 
 def _kv(parts: Parts, ranks: int) -> None:
@@ -256,7 +295,7 @@ def torch_copy(case: Case, world: World, depth: int) -> Rival:
     """One copy of the bytes that all ranks must move."""
     _needs_one_device(world)
     device, (first, *_) = world.lanes[0].device, world.here
-    total = case.copied_bytes * case.ranks
+    total = sum(map(case.copied_bytes, range(case.ranks)))
     pairs = [[torch.empty(total, dtype=torch.uint8, device=device).random_() for _ in range(2)] for _ in range(depth)]
 
     def call(rank: int, turn: int) -> None:
@@ -272,14 +311,12 @@ def purlin_copy(case: Case, world: World, depth: int) -> Rival:
     _needs_one_device(world)
     comms = world.communicators()
     device = world.lanes[0].device
-    numel = max(case.copied_bytes, 1)
-    pairs = [
-        {
-            rank: [torch.empty(numel, dtype=torch.uint8, device=device).random_() for _ in range(2)]
-            for rank in world.here
-        }
-        for _ in range(depth)
-    ]
+
+    def pair_of(rank: int) -> list[Tensor]:
+        numel = max(case.copied_bytes(rank), 1)
+        return [torch.empty(numel, dtype=torch.uint8, device=device).random_() for _ in range(2)]
+
+    pairs = [{rank: pair_of(rank) for rank in world.here} for _ in range(depth)]
 
     def call(rank: int, turn: int) -> None:
         x, out = pairs[turn % depth][rank]

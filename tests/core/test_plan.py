@@ -892,3 +892,8 @@ def test_explain_shows_slices_and_counts_what_it_leaves_out() -> None:
     assert lines[5] == "5: all_reduce: (ranks - 1) x my part = 1 x 32 = 32 B"
     moves = all_to_all_moves((4,), (1,), out_shape=(4,), out_strides=(1,), itemsize=1, rank=0, ranks=2)
     assert explain_moves(moves).startswith("rank 0 of 2: sends 2 B, receives 2 B\n")
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (0, 3), (3, 0, 2), (1, 4, 1), (2, 3, 4)])
+def test_contiguous_strides_are_those_of_torch(shape: tuple[int, ...]) -> None:
+    assert contiguous(shape) == torch.empty(shape).stride()

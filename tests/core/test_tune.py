@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from purlin_core.tune import (
     CUDA_PACKET_BYTES,
     MIB,
     PACKET_SLOTS,
+    PARTS_TEAM_BYTES,
     TABLES,
     Regime,
     Schedule,
@@ -40,8 +42,11 @@ CALLS = {
 }
 
 
-def chosen(tuning: Tuning, ranks: int, largest: int, *, name: str = "all_gather", granted: bool = False) -> Schedule:
-    return choose(tuning, CALLS[name], cuda_scratch(ranks), largest=largest, granted=granted, name=name, ranks=ranks)
+def chosen(
+    tuning: Tuning, ranks: int, largest: int, *, name: str = "all_gather", granted: bool = False, blocks: int = 0
+) -> Schedule:
+    scratch = cuda_scratch(ranks)
+    return choose(tuning, CALLS[name], scratch, largest=largest, granted=granted, name=name, ranks=ranks, blocks=blocks)
 
 
 # ---- how large an inbox is
@@ -54,7 +59,7 @@ def test_the_inbox_of_a_gpu_stays_within_64_mib(ranks: int) -> None:
     windows = (ranks - 1) * scratch.teams * PACKET_SLOTS * 2 * scratch.window_bytes
     assert laid.packets_at + windows + 2 * 4096 <= 64 * MIB
     assert scratch.teams == (32 if ranks <= 8 else 16)
-    assert scratch.slots == 4
+    assert scratch.slots == 4 or (scratch.slots == 8 and scratch.slot_bytes == 64 << 10)
     assert scratch.slot_bytes % 4096 == 0
     assert 4096 <= scratch.slot_bytes <= 64 << 10
     assert scratch.teams * scratch.window_bytes >= max(scratch.teams << 12, CUDA_PACKET_BYTES // (ranks - 1))
@@ -114,6 +119,20 @@ def test_an_all_reduce_goes_in_one_exchange_while_all_its_packets_are_few() -> N
     }
     assert all((ranks - 1) * size <= CUDA_PACKET_BYTES for ranks, size in most.items())
     assert most[2] == CUDA_PACKET_BYTES
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("granted", [False, True])
+def test_each_role_of_a_team_has_a_block_where_messages_are_large_and_all_find_room(name: str, granted: bool) -> None:
+    for blocks in (0, 1, 32, 63, 64, 132):
+        for size in SIZES:
+            schedule = chosen(RULES, 2, size, name=name, granted=granted, blocks=blocks)
+            assert replace(schedule, parts=1) == chosen(RULES, 2, size, name=name, granted=granted)
+            large = schedule.regime is not Regime.PACKET and size >= schedule.teams * PARTS_TEAM_BYTES
+            roles = 3 if name == "all_reduce" else 2
+            assert schedule.parts == (roles if large and roles * schedule.teams <= blocks else 1)
+            assert schedule.ctas <= max(blocks, schedule.teams)
+    assert chosen(RULES, 2, SIZES[-1], name=name, granted=granted, blocks=132).parts > 1
 
 
 @pytest.mark.parametrize("granted", [False, True])

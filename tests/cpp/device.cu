@@ -1,5 +1,6 @@
 // The soak of soak.hpp on a GPU: all ranks of a world on one, fused in a launch or each on a stream of its own, eager or replayed from graphs. Built with
-// late.cuh (`device_late`) the kernels dawdle too: a rank at a time, at each operation of the protocol in turn.
+// late.cuh (`device_late`) the kernels dawdle too: a rank at a time, at each operation of the protocol in turn. It needs the GPU for itself: a deadline goes
+// by the clock, whoever has the GPU meanwhile.
 #include "soak.hpp"
 
 #include <cuda_runtime.h>

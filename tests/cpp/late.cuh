@@ -1,6 +1,7 @@
 // Kernels that dawdle, to be included before any file of csrc/cuda (nvcc -include): before each operation of the protocol a team may be made to wait,
 // as a whole or one warp of it. Whom, where and how long follows from the number of the call, so that in many calls every rank is late everywhere.
 #pragma once
+#include "purlin/atom/together.cuh"
 #include "purlin/snac.hpp"
 
 namespace purlin::late {
@@ -41,14 +42,18 @@ class Late {
   __device__ void both(int lag, C consume, S stage) {
     a_.both(lag, consume, stage);
   }
+  template <class G, class C, class S>
+  __device__ void three(int lag, G gather, C consume, S stage) {
+    a_.three(lag, gather, consume, stage);
+  }
   __device__ void copy(const Place& to, const Place& from, Range range) {
     before(Act::copy);
     a_.copy(to, from, range);
   }
-  template <class F>
-  __device__ void reduce(const Place& to, const Place& own, int n, F slot, int self, Range range, Sum sum) {
+  template <class T, class F>
+  __device__ void reduce(int places, T to, const Place& own, int n, F slot, int self, Range range, Sum sum) {
     before(Act::reduce);
-    a_.reduce(to, own, n, slot, self, range, sum);
+    a_.reduce(places, to, own, n, slot, self, range, sum);
   }
   template <class C, class S, class W>
   __device__ Arrival put(int n, C credit, S source, W window, Where where) {
@@ -128,12 +133,15 @@ __device__ void staged_copy(A& a, const Call& c) {
   Late<A> late(a, c);
   snac::staged_copy(late, c);
 }
-template <class A, class B>
-__device__ void staged_sum(A& adding, B& staging, const Call& c) {
+template <class A, class B, class C>
+__device__ void staged_sum(A& adding, B& staging, C& gathering, const Call& c) {
   Late<A> late_adding(adding, c);
   Late<B> late_staging(staging, c);
-  snac::staged_sum(late_adding, late_staging, c);
+  Late<C> late_gathering(gathering, c);
+  snac::staged_sum(late_adding, late_staging, late_gathering, c);
 }
+
+static_assert(Atom<Late<gpu::Together<Use::direct, true>>>);  // Late is one wherever what it holds is
 
 }  // namespace purlin::late
 

@@ -33,17 +33,19 @@ class Run {
         memory_(world_.first(), world_.bytes()),
         ranks_(static_cast<size_t>(program.setting.limits.ranks)),
         machine_(memory_, stacks, random, temper) {
+    static const char* const names[] = {"source", "reader", "gatherer"};
     const Limits& l = p_.setting.limits;
     for (int r = 0; r < l.ranks; ++r) {
       model::Rank& rank = ranks_[static_cast<size_t>(r)];
-      rank.actor = l.ranks * l.teams * 2 + r;
-      rank.roles.resize(static_cast<size_t>(l.teams * 2));
-      for (int k = 0; k < l.teams * 2; ++k) {
+      int roles = l.teams * model::roles_a_team;
+      rank.actor = l.ranks * roles + r;
+      rank.roles.resize(static_cast<size_t>(roles));
+      for (int k = 0; k < roles; ++k) {
         model::Role& role = rank.roles[static_cast<size_t>(k)];
-        role.actor = r * l.teams * 2 + k;
+        role.actor = r * roles + k;
         role.rank = r;
-        role.team = k / 2;
-        role.name = k % 2 ? "reader" : "source";
+        role.team = k / model::roles_a_team;
+        role.name = names[k % model::roles_a_team];
         machine_.add(role);
       }
     }

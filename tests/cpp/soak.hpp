@@ -176,6 +176,7 @@ class Run {
     int calls = static_cast<int>(t_.schedule.size());
     if (t_.pace == Pace::tight)
       for (int e = 0; e < calls; ++e) restore(r, e);
+    if (t_.ahead >= 0 && t_.ahead != r) ground_.dawdle(rank(r).stream, head_start_us);
     for (int e = 0; e < calls; ++e) {
       if (t_.pace == Pace::loose) restore(r, e);
       if (t_.skewed && random.chance(25)) ground_.dawdle(rank(r).stream, 1 << random.below(7));
@@ -244,7 +245,8 @@ class Run {
         text, sizeof text,
         "agreeing calls end in fault %d at rank %d, about rank %d (wait %d, use %d, step %d, team %d, peer %d)", d.what,
         d.by, d.about, s.what, s.use, s.step, s.team, s.peer);
-    return text;
+    bool stalled = static_cast<Fault>(d.what) == Fault::stall;
+    return std::string(text) + (stalled ? "; was the GPU, if it ran on one, this program's alone?" : "");
   }
   std::string wrong_of(int r) {
     std::vector<Word> wrong(2 * t_.schedule.size());
@@ -290,6 +292,7 @@ struct Census {  // of what has been run
     ++of[t.mode == Mode::fused ? "fused" : "streams"];
     ++of[t.pace == Pace::tight ? "tight" : "loose"];
     if (t.graphs) ++of["graphs"];
+    if (t.ahead >= 0) ++of["one rank ahead"];
     for (int plan : t.schedule) {
       std::string what = describe(t.plans[static_cast<size_t>(plan)]->shape);
       of["calls " + what.substr(0, what.find(','))] += t.rounds;
@@ -325,7 +328,9 @@ inline bool take_option(Options& o, const std::string& option, const std::string
 constexpr const char* usage =
     "[--calls N] [--seed S] [--ranks 2..8] [--mode fused|streams] [--regime staged|packet|direct] [--kind "
     "copy|reduce|all-reduce] [--bytes N] [--timeout SECONDS] [--failures N]\n"
-    "  --calls: at least; --seed: the first; --bytes: that all ranks together move in a call, at most";
+    "  --calls: at least; --seed: the first; --bytes: that all ranks together move in a call, at most; --timeout: of a "
+    "wait, 10 unless named\n"
+    "  On a GPU the kernels of all ranks wait for one another: no other process may use it meanwhile";
 
 // Exit status: 0 when all was right. A passed call counts one, a failed schedule too.
 inline int soak(int argc, char** argv, Ground& ground) {

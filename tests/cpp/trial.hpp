@@ -56,6 +56,8 @@ struct Options {
   double timeout_s = 10;
 };
 
+constexpr int head_start_us = 2000;  // far more than it takes to launch and run as many packets as there are windows
+
 struct Trial {  // a world and what its ranks do
   Limits limits{};
   Word start = 1;
@@ -63,7 +65,8 @@ struct Trial {  // a world and what its ranks do
   Pace pace = Pace::loose;
   int rounds = 1;
   bool graphs = false, skewed = false;
-  Word seed = 0;  // of delays, and of which ranks replay graphs
+  int ahead = -1;  // this rank only sends in the first calls, which the others begin `head_start_us` later; -1: none
+  Word seed = 0;   // of delays, and of which ranks replay graphs
   std::vector<std::unique_ptr<Built>> plans;
   std::vector<int> schedule;
 };
@@ -102,6 +105,29 @@ inline Shape draw_call(Random& random, const Limits& limits, Regime regime, int 
   return s;
 }
 
+inline int enlist(Trial& t, const Shape& shape) {
+  t.plans.push_back(Builder(shape, t.limits, Wires::planned).build());
+  return static_cast<int>(t.plans.size()) - 1;
+}
+
+// Packets from one rank to all others, and none back: nothing but the credit keeps it from windows that nobody has read.
+inline Shape draw_one_way(Random& random, const Limits& limits, int source, i64 most_bytes) {
+  Shape s = draw_call(random, limits, Regime::packet, static_cast<int>(Kind::copy), most_bytes);
+  for (int r = 0; r < limits.ranks; ++r)
+    for (i64& n : s.elements[r]) n = r == source ? larger<i64>(1, n) : 0;
+  return s;
+}
+// They come before all other calls: no reader has freed a window yet, so one credit too many is enough to write the first of them again.
+inline void draw_head_start(Random& random, Trial& t, i64 most_bytes) {
+  t.ahead = static_cast<int>(random.below(t.limits.ranks));
+  std::vector<int> first;
+  for (i64 calls = random.between(2 * packet_slots, 3 * packet_slots); calls > 0; --calls) {
+    bool again = !first.empty() && random.chance(50);
+    first.push_back(again ? first.back() : enlist(t, draw_one_way(random, t.limits, t.ahead, most_bytes)));
+  }
+  t.schedule.insert(t.schedule.begin(), first.begin(), first.end());
+}
+
 inline Trial draw_trial(Word seed, const Options& options, const Ground::Limits& most) {
   Random random(seed * 2 + 1);
   static const Word starts[] = {1, (1ull << 32) - 3, (1ull << 40) - 3};
@@ -125,9 +151,10 @@ inline Trial draw_trial(Word seed, const Options& options, const Ground::Limits&
     }
     Regime regime = static_cast<Regime>(only >= 0 ? only : random.below(regimes));
     Shape shape = draw_call(random, t.limits, regime, options.kind, message);
-    t.schedule.push_back(static_cast<int>(t.plans.size()));
-    t.plans.push_back(Builder(shape, t.limits, Wires::planned).build());
+    t.schedule.push_back(enlist(t, shape));
   }
+  bool packets = only < 0 || static_cast<Regime>(only) == Regime::packet;
+  if (t.mode == Mode::streams && packets && options.kind <= 0 && random.chance(40)) draw_head_start(random, t, message);
   return t;
 }
 
@@ -157,6 +184,13 @@ inline RouteText text_of(const Route& route) {
   }
   return text;
 }
+// Half of the plans that leave room for it have a block for each role, where there are blocks.
+inline int parts_of(const Call& c) {
+  constexpr int room = 96;  // of what any GPU with bulk copies has
+  int roles = c.kind == Kind::all_reduce ? 3 : 2;
+  return roles * c.teams * c.ranks <= room && (c.signature & 8) != 0 ? roles : 1;
+}
+
 inline PlanText text_of(const Built& built, int rank) {
   const Part& part = built.part[static_cast<size_t>(rank)];
   const Call& c = part.call;
@@ -168,6 +202,7 @@ inline PlanText text_of(const Built& built, int rank) {
   text.rank = rank;
   text.ranks = c.ranks;
   text.teams = c.teams;
+  text.parts = parts_of(c);
   text.lag = c.lag;
   text.grants = c.grants;
   text.signature = c.signature;

@@ -1,4 +1,4 @@
-// Apart: a staging and a consuming role of a block side by side, each of three kinds of warps, so that nobody who copies ever polls the link or fences:
+// Apart: a staging and a consuming role of a team side by side, each of three kinds of warps, so that nobody who copies ever polls the link or fences:
 //     watcher  polls words ahead of the copiers          -> go[k]:   what the k-th wait waits for has come
 //     copiers  move the bytes                            -> done[k]: what the k-th notify publishes has been issued
 //     notifier fences and stores the words, a peer a lane
@@ -36,7 +36,7 @@ class Apart : public RingHands {
 
   // `thread` of role_threads of role `role`.
   __device__ Apart(const Launch& launch, int team, int role, int thread, Crossing<copiers>* x, const Tally* tally)
-      : RingHands(launch, team, role, tally),
+      : RingHands(launch, team, role, thread, tally),
         kind_(thread < copiers          ? Kind::copier
               : thread < copiers + warp ? Kind::watcher
                                         : Kind::notifier),

@@ -179,6 +179,22 @@ __device__ __forceinline__ void play(R& role) {
   role.close();
 }
 
+// Two roles of one crew, the second `lag` steps behind.
+template <class G, class C>
+__device__ __forceinline__ void play_in_turn(int lag, G& second, C& first) {
+  first.open();
+  second.open();
+  int steps = larger(first.steps(), second.steps() + lag);
+#pragma unroll 1
+  for (int i = 0; i < steps; ++i) {
+    if (i < first.steps()) first.step(i);
+    if (i >= lag) second.step(i - lag);
+  }
+  first.a.drain();
+  first.close();
+  second.close();
+}
+
 // ---- what all forms do alike: one lane a peer
 
 template <class F>

@@ -7,7 +7,7 @@
 //   R4  After wait or expect, all later operations of the role see what the word published; a packet publishes its payload and nothing else.
 //   R5  A tag of another signature ends a wait at once, whatever the other peers do. After anything but Arrival::yes the role starts nothing more;
 //       drain still completes.
-//   R6  The two roles of a team share no variable; meet() is the one place where they wait for each other.
+//   R6  The roles of a team share no variable; meet() is the one place where two of them wait for each other.
 #pragma once
 #include "../spec.hpp"
 
@@ -91,6 +91,8 @@ concept Atom = requires(A a, int n, Place place, Range range, Sum sum, Where whe
   // Run a consuming and a staging role, side by side or in lockstep with consume.step n behind: each opens (consume
   // first), takes its steps, drains, closes.
   a.both(n, role, role);
+  // The same with a second consuming role, n steps behind the first: gathering, consuming, staging.
+  a.three(n, role, role, role);
   // Start: the wire bytes of `range`, to a place, from a place.
   a.copy(place, place, range);
   // Start: how many places, to(k) the k-th; my contribution, contributions, slot(k) of the k-th but mine, my k; added in

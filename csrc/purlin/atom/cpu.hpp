@@ -113,28 +113,33 @@ class Cpu {
 
   template <class C, class S>
   void both(int lag, C consume, S stage) {
+    three(lag, concepts::Role{}, consume, stage);
+  }
+  template <class G, class C, class S>
+  void three(int lag, G gather, C consume, S stage) {
     if constexpr (roles == Roles::side_by_side) {
-      std::thread other([&] {
-        role_ = 1;
-        consume.open();
-        for (int i = 0; i < consume.steps(); ++i) consume.step(i);
-        consume.close();
-      });
-      role_ = 0;
-      stage.open();
-      for (int i = 0; i < stage.steps(); ++i) stage.step(i);
-      stage.close();
-      other.join();
+      std::thread second([&] { live(consume, 1); });
+      if constexpr (std::is_same_v<G, concepts::Role>) {
+        live(stage, 0);
+      } else {
+        std::thread third([&] { live(gather, 2); });
+        live(stage, 0);
+        third.join();
+      }
+      second.join();
     } else {
       consume.open();
+      gather.open();
       stage.open();
-      int last = std::max(stage.steps(), consume.steps() + lag);
+      int last = std::max({stage.steps(), consume.steps() + lag, gather.steps() + 2 * lag});
       for (int i = 0; i < last; ++i) {
         if (i < stage.steps()) stage.step(i);
         if (i >= lag && i - lag < consume.steps()) consume.step(i - lag);
+        if (i >= 2 * lag && i - 2 * lag < gather.steps()) gather.step(i - 2 * lag);
       }
       stage.close();
       consume.close();
+      gather.close();
     }
   }
 
@@ -255,6 +260,13 @@ class Cpu {
   void drain() {}
 
  private:
+  template <class R>
+  static void live(R& behaves, int role) {
+    role_ = role;
+    behaves.open();
+    for (int i = 0; i < behaves.steps(); ++i) behaves.step(i);
+    behaves.close();
+  }
   // Too much to find in a cache afterwards?
   static bool is_large(const Call& call) {
     i64 most = 0;
@@ -404,9 +416,9 @@ class Cpu {
   int team_;
   Host& host_;
   bool large_;
-  Patience patience_[2];
+  Patience patience_[3];
   std::atomic<int> met_{0};
-  bool complained_[2] = {};
+  bool complained_[3] = {};
   std::atomic<bool> failed_{false};
   inline static thread_local int role_ = 0;
 };

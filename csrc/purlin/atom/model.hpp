@@ -12,13 +12,14 @@ namespace purlin::model {
 constexpr i64 payload_bytes = 8, line_bytes = 16;  // a packet line: payload, then tag
 
 enum class Roles { lockstep, side_by_side };
+constexpr int roles_a_team = 3;
 
 struct Rank {   // what a rank keeps from call to call
   Clock start;  // known at the entry of the call that runs
   Clock host;   // known after it
   std::uint32_t tick = 0;
   int actor = 0;
-  std::vector<Role> roles;  // [team * 2 + consuming]
+  std::vector<Role> roles;  // [team * roles_a_team + which]: source, reader, gatherer
   long poisoned_at = -1;    // the turn from which it sees that some rank has given up
   std::string fault;        // the first of its own
 };
@@ -35,7 +36,7 @@ class Model {
   Word taken(Use use, int peer) const { return *c_.count(peer, team_).taken_on(use); }
   bool enter() { return !poisoned(); }
   void leave() {
-    for (Role* r : {&reader(), &source()}) {
+    for (Role* r : {&gatherer(), &reader(), &source()}) {
       rank().host.join(r->seen);
       rank().host.learn(r->now());
     }
@@ -46,23 +47,32 @@ class Model {
 
   template <class C, class S>
   void both(int lag, C consume, S stage) {
-    begin(reader());
-    begin(source());
+    three(lag, concepts::Role{}, consume, stage);
+  }
+  template <class G, class C, class S>
+  void three(int lag, G gather, C consume, S stage) {
+    for (Role* r : {&gatherer(), &reader(), &source()}) begin(*r);
     if (roles_ == Roles::side_by_side) {
-      Fibre& other = m_.spawn(c_.rank, [&] { live(reader(), consume); });
+      Fibre& second = m_.spawn(c_.rank, [&] { live(reader(), consume); });
+      Fibre& third = m_.spawn(c_.rank, [&] { live(gatherer(), gather); });
       live(source(), stage);
-      m_.join(other);
+      m_.join(second);
+      m_.join(third);
       return;
     }
     as(reader()), consume.open();
+    as(gatherer()), gather.open();
     as(source()), stage.open();
-    for (Role* r : {&reader(), &source()}) r->phase = Role::Phase::steps;
-    for (int i = 0, last = std::max(stage.steps(), consume.steps() + lag); i < last; ++i) {
+    for (Role* r : {&gatherer(), &reader(), &source()}) r->phase = Role::Phase::steps;
+    int last = std::max({stage.steps(), consume.steps() + lag, gather.steps() + 2 * lag});
+    for (int i = 0; i < last; ++i) {
       if (i < stage.steps()) as(source()), stage.step(i);
       if (i >= lag && i - lag < consume.steps()) as(reader()), consume.step(i - lag);
+      if (i >= 2 * lag && i - 2 * lag < gather.steps()) as(gatherer()), gather.step(i - 2 * lag);
     }
     end(source(), stage);
     end(reader(), consume);
+    end(gatherer(), gather);
   }
 
   void copy(Place to, Place from, Range range) {
@@ -228,8 +238,10 @@ class Model {
 
   // -- roles
   Rank& rank() { return ranks_[static_cast<size_t>(c_.rank)]; }
-  Role& reader() { return rank().roles[static_cast<size_t>(team_ * 2 + 1)]; }
-  Role& source() { return rank().roles[static_cast<size_t>(team_ * 2)]; }
+  Role& of_team(int which) { return rank().roles[static_cast<size_t>(team_ * roles_a_team + which)]; }
+  Role& source() { return of_team(0); }
+  Role& reader() { return of_team(1); }
+  Role& gatherer() { return of_team(2); }
   Role& role() { return *m_.current().role; }
   void as(Role& r) { m_.current().role = &r; }
   void begin(Role& r) {

@@ -66,13 +66,13 @@ __device__ __forceinline__ void for_each_run(const Place& place, Range range, in
 
 class Relay : public RingHands {
  public:
-  // `thread` of relay_threads of role `role`.
-  __device__ Relay(const Launch& launch, int team, int role, int thread, Cells* all, char* memory, const Tally* tally)
-      : RingHands(launch, team, role, tally),
+  // `thread` of relay_threads of role `role`, whose are `x` and the bytes of its cells, `memory`.
+  __device__ Relay(const Launch& launch, int team, int role, int thread, Cells* x, char* memory, const Tally* tally)
+      : RingHands(launch, team, role, thread, tally),
         loads_(thread < warp),
         lane_(thread % warp),
-        x_(all + role),
-        memory_(memory + role * cells * cell_bytes) {}
+        x_(x),
+        memory_(memory) {}
 
   __device__ void copy(const Place& to, const Place& from, Range range) {
     if (to.flat() && from.flat() && to.first == from.first) return;

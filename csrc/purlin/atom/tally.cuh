@@ -25,10 +25,9 @@ __device__ __forceinline__ bool is_alive(const Launch& l) {
   if (poison != 0) tell_host(l, poison);
   return !__syncthreads_or(poison != 0);
 }
-__device__ __forceinline__ void count_call(const Launch& l, int team) {
-  __syncthreads();
-  if (threadIdx.x == 0 && team == 0) l.call.progress->calls += 1;
-}
+
+// Of a team; idle: threads that a block has beyond what its role needs.
+enum Role { stages, consumes, gathers, idle };
 
 class RingHands {
  public:
@@ -39,14 +38,30 @@ class RingHands {
   __device__ Word sent(Use use, int peer) const { return tally_->sent(use, peer); }
   __device__ Word taken(Use use, int peer) const { return tally_->taken(use, peer); }
   __device__ bool enter() const { return is_alive(l_); }
-  __device__ void leave() const { count_call(l_, team_); }
+  __device__ void leave() const {
+    __syncthreads();
+    if (counts_) l_.call.progress->calls += 1;
+  }
 
   template <class C, class S>
   __device__ void both(int, C consume, S stage) {
-    if (role_ == 0) {
+    if (role_ == stages) {
       play(stage);
-    } else {
+    } else if (role_ == consumes) {
       play(consume);
+    }
+  }
+  // Whoever gathers with the hands that consume does so in one crew with them, which takes turns.
+  template <class G, class C, class S>
+  __device__ void three(int lag, G gather, C consume, S stage) {
+    if (role_ == stages) {
+      play(stage);
+    } else if constexpr (std::is_same_v<decltype(gather.a), decltype(consume.a)>) {
+      if (role_ == consumes) play_in_turn(lag, gather, consume);
+    } else if (role_ == consumes) {
+      play(consume);
+    } else if (role_ == gathers) {
+      play(gather);
     }
   }
   __device__ void meet() const {}  // the roles of a ring never need to
@@ -66,13 +81,14 @@ class RingHands {
   }
 
  protected:
-  __device__ RingHands(const Launch& launch, int team, int role, const Tally* tally)
-      : l_(launch), team_(team), role_(role), tally_(tally) {}
+  __device__ RingHands(const Launch& launch, int team, int role, int thread, const Tally* tally)
+      : l_(launch), team_(team), role_(role), counts_(role == consumes && team == 0 && thread == 0), tally_(tally) {}
 
   const Launch& l_;
   int team_, role_;
 
  private:
+  bool counts_;  // the call, when it ends
   const Tally* tally_;
 };
 

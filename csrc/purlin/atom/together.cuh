@@ -5,7 +5,8 @@
 
 namespace purlin::gpu {
 
-constexpr int payload_bytes = 8, line_bytes = 16;  // wire bytes of packets are counted in 32 bits
+constexpr int payload_bytes = 8, line_bytes = 16;             // wire bytes of packets are counted in 32 bits
+constexpr i64 little = i64{warp} * in_flight * vector_bytes;  // that a warp copies in one round
 constexpr int lines_ahead = 4;  // of a packet that a lane reads before it may write, or looks at together
 
 // ---- payloads: 8 bytes of a tensor, fewer at the end of a message
@@ -269,10 +270,14 @@ class Together {
     consume.close();
     if constexpr (use != Use::packet) consume.step(0);
   }
-  // From the last lane on: what is little is copied by lanes that take no packets meanwhile.
+  template <class G, class C, class S>
+  __device__ void three(int, G, C, S) {}  // rings only
+  // What is little is copied by one warp that has nothing else to do, and all others pass by; else from the last lane on, for the first take packets.
   __device__ void copy(const Place& to, const Place& from, Range range) {
     int all = static_cast<int>(blockDim.x);
-    gpu::copy(to, from, range, {all - 1 - lane(), all});
+    Lanes who{all - 1 - lane(), all};
+    if (use == Use::packet && range.hi - range.lo <= little) who = {lane() - from_last(3), warp};
+    if (who.lane >= 0 && who.lane < who.lanes) gpu::copy(to, from, range, who);
   }
   template <class T, class F>
   __device__ void reduce(int, T, const Place&, int, F, int, Range, Sum) {}  // rings only

@@ -27,6 +27,11 @@ class Traced {
   void both(int lag, C consume, S stage) {
     a_.both(lag, Acting<C>{consume, Event::Role::consume}, Acting<S>{stage, Event::Role::stage});
   }
+  template <class G, class C, class S>
+  void three(int lag, G gather, C consume, S stage) {
+    a_.three(lag, Acting<G>{gather, Event::Role::consume}, Acting<C>{consume, Event::Role::consume},
+             Acting<S>{stage, Event::Role::stage});
+  }
 
   void copy(Place to, Place from, Range range) {
     i64 begin = now();

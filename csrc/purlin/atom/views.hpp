@@ -24,7 +24,7 @@ struct Broken : std::runtime_error {  // a law of the machine does not hold
 
 // ---- who has seen what --------------------------------------------------------------------------------------------------------------------------------
 
-constexpr int max_actors = 32;  // two roles of every team of every rank, and a host a rank
+constexpr int max_actors = 48;  // three roles of every team of every rank, and a host a rank
 
 struct Stamp {  // one thing that an actor did; tick 0: before all
   std::uint32_t actor : 8 = 0;

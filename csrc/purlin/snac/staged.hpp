@@ -15,7 +15,6 @@ struct Stage {
   PURLIN_FN int steps() const { return c.steps; }
   PURLIN_FN void step(int i) {
     if (ok) ok = ring().send(i, Sending{c}, c.input);
-    if (ok) copy_own(a, c, i);
   }
   PURLIN_FN void close() { ring().count_sent(Sending{c}); }
   PURLIN_FN Ring<A> ring() const { return {a, c, Use::ring}; }
@@ -31,7 +30,9 @@ struct Consume {
   PURLIN_FN void open() { announce(a, c); }
   PURLIN_FN int steps() const { return c.steps; }
   PURLIN_FN void step(int i) {
-    if (!ok || !(ok = ring().arrived(i, Receiving{c}))) return;
+    if (!ok) return;
+    copy_own(a, c, i);  // while the messages are on their way
+    if (!(ok = ring().arrived(i, Receiving{c}))) return;
     for (int p = 0; p < c.peers(); ++p) {
       Range range = ring().cut(Receiving{c}, p, i);
       if (!range.empty())
@@ -68,32 +69,19 @@ struct Reduce {
   }
 };
 
-// Step i: reduce chunk i of my slice into my output and, on a second ring, into every peer's slot; take chunk i - lag of the others' slices. One ring for
-// both would deadlock.
+// Chunk i of my slice: reduced into my output and, on a second ring, into every peer's slot.
 template <class A>
-struct ReduceThenGather {
+struct Spread {
   A& a;
   const Call& c;
   Reduce<A> reduce{a, c};
-  Consume<A> gather{a, c, Use::gather};
+  bool ok = true;
 
   PURLIN_FN void open() { announce(a, c); }
-  PURLIN_FN int steps() const { return c.steps + c.lag; }
+  PURLIN_FN int steps() const { return c.steps; }
   PURLIN_FN void step(int i) {
     Range range = reduce.mine(i);
-    if (reduce.ok && !range.empty()) reduce.ok = spread(i, range);
-    if (!reduce.ok || i < c.lag) return;
-    gather.step(i - c.lag);
-    reduce.ok = gather.ok;
-  }
-  PURLIN_FN void close() {
-    reduce.close();
-    sums().count_sent(OwnSum{c});
-    gather.close();
-  }
-  PURLIN_FN Ring<A> sums() const { return {a, c, Use::gather}; }
-  PURLIN_FN bool spread(int i, Range range) {
-    if (!reduce.ring().arrived(i, Own{c}) || !sums().credited(i, OwnSum{c})) return false;
+    if (range.empty() || !ok || !(ok = reduce.ring().arrived(i, Own{c}) && sums().credited(i, OwnSum{c}))) return;
     auto to = [&](int k) {
       return k == 0 ? in_tensors<A::flat>(c.own_to, c.output) : in_slot(sums().slot_out(k - 1, i), range.lo);
     };
@@ -101,8 +89,25 @@ struct ReduceThenGather {
     int peers = c.peers();
     a.notify(2 * peers,
              [&](int k) { return k < peers ? reduce.ring().freed_out(k, i) : sums().ready_out(k - peers, i); });
-    return true;
   }
+  PURLIN_FN void close() {
+    reduce.close();
+    sums().count_sent(OwnSum{c});
+  }
+  PURLIN_FN Ring<A> sums() const { return {a, c, Use::gather}; }
+};
+
+// The sums of the others, from the second ring: one ring for both halves would stand still.
+template <class A>
+struct Gather {
+  A& a;
+  const Call& c;
+  Consume<A> sums{a, c, Use::gather};
+
+  PURLIN_FN void open() {}
+  PURLIN_FN int steps() const { return c.steps; }
+  PURLIN_FN void step(int i) { sums.step(i); }
+  PURLIN_FN void close() { sums.close(); }
 };
 
 }  // namespace purlin::snac

@@ -1,0 +1,86 @@
+"""Large calls, whose teams have a block for each role: the same bytes and sums, apart and in place, beside calls of one block a team."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from purlin_core import Communicator
+from purlin_core.spec import Spec
+from tests.core.worlds import random_tensor, same_bits
+from tests.gpu.devices import DEVICE, gpu_world, settled
+
+pytestmark = pytest.mark.gpu
+
+# Of a rank: no power of two, and 12 divides both. Sums of int16 are exact.
+ROWS, WIDTH = 1020, 4212
+SPECS = ("r@ c -> r c", "r@ c -> r c@", "+r c -> r c", "+r c -> r@ c", "r@ c -> c r")
+HEAP_BYTES = 96 << 20
+
+
+def inputs_of(turn: int) -> list[Tensor]:
+    return [random_tensor((ROWS, WIDTH), torch.int16, 10 * turn + rank) // 2 for rank in range(2)]
+
+
+@pytest.mark.parametrize("way", ["fused", "streams"])
+@pytest.mark.parametrize("granted", [False, True])
+def test_large_calls_have_two_blocks_a_team_and_the_bits_of_their_specs(way: str, granted: bool) -> None:
+    """Twice each: the second call comes behind the first without a pause."""
+    with gpu_world(2, way, heap_bytes=HEAP_BYTES * granted) as world:
+        for spec in SPECS:
+            turns = [inputs_of(turn) for turn in range(2)]
+            wanted = [Spec.parse(spec).reference(turn) for turn in turns]
+            placed = [[x.to(DEVICE) for x in turn] for turn in turns]
+
+            def call(comm: Communicator, spec: str = spec, placed: list[list[Tensor]] = placed) -> list[Tensor]:
+                mine = [turn[comm.rank] for turn in placed]
+                shape = comm.plan([mine[0]], spec, call="redistribute").out_shapes[0]
+                outs = [
+                    comm.empty(shape, torch.int16) if granted else torch.empty(shape, dtype=torch.int16, device=DEVICE)
+                    for _ in mine
+                ]
+                for x, out in zip(mine, outs, strict=True):
+                    comm.redistribute(x, spec, out=out)
+                return outs
+
+            results = world.run(call)
+            settled(world)
+            for rank, outs in enumerate(results):
+                for out, whole in zip(outs, wanted, strict=True):
+                    assert same_bits(out.cpu(), whole[rank]), f"{spec}, rank {rank}"
+                del outs
+            del results
+            parts = world.communicators[0].plan([placed[0][0]], spec).schedule.parts
+            assert parts == (
+                1 if spec == "+r c -> r c" else 2
+            )  # three of 32 teams of two ranks are more than a GPU has
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_large_calls_in_place(granted: bool) -> None:
+    """A gather into where a rank's own rows lie already, and a sum onto itself."""
+    xs = inputs_of(7)
+    with gpu_world(2, heap_bytes=HEAP_BYTES * granted) as world:
+
+        def call(comm: Communicator) -> tuple[Tensor, Tensor]:
+            shape = (2 * ROWS, WIDTH)
+            out = comm.empty(shape, torch.int16) if granted else torch.empty(shape, dtype=torch.int16, device=DEVICE)
+            mine = out[comm.rank * ROWS : (comm.rank + 1) * ROWS]
+            mine.copy_(xs[comm.rank])
+            comm.all_gather_into_tensor(out, mine)
+            total = xs[comm.rank].to(DEVICE)
+            comm.all_reduce(total)
+            return out, total
+
+        results = world.run(call)
+        settled(world)
+        for whole, total in results:
+            assert same_bits(whole.cpu(), torch.cat(xs))
+            assert same_bits(total.cpu(), xs[0] + xs[1])
+
+
+def test_explicit_teams_are_a_budget_of_blocks() -> None:
+    with gpu_world(2, teams=8) as world:
+        x = torch.zeros(ROWS, WIDTH, dtype=torch.int16, device=DEVICE)
+        assert world.communicators[0].plan([x], "r@ c -> r c").schedule.ctas == 8
