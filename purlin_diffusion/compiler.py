@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
@@ -23,6 +24,7 @@ from purlin_diffusion.errors import PlacementError
 
 COMPILED = "_compiled_call_impl"  # where nn.Module.compile() leaves its work; no copy takes it along
 FORWARD = "forward"
+FORCE = "force_compile_during_fx_trace"  # of dynamo's settings, which are a thread's own; where torch has it
 
 Compiler: TypeAlias = Any  # dynamo's callback; None where nothing compiles
 
@@ -66,6 +68,21 @@ def compiled_by(compiler: Compiler, fn: Callable[..., Any]) -> Callable[..., Any
             set_eval_frame(before)
 
     return run
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether compile() was called on `model` or a module in it."""
+    return any(COMPILED in module.__dict__ for module in model.modules())
+
+
+def compiled_anyway(needed: bool = True) -> AbstractContextManager[Any]:
+    """Compiled code runs on this thread, and on those it starts a job on, whatever ranks compile meanwhile on theirs.
+
+    Compilers trace graphs by torch.fx, whose flag for that is the process's: a compiled function that finds it set takes itself for what is traced,
+    and refuses. Nothing where torch lacks the setting, or it is not `needed`.
+    """
+    config = torch._dynamo.config
+    return config.patch(FORCE, True) if needed and hasattr(config, FORCE) else nullcontext()
 
 
 class OwnCode:

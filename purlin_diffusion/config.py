@@ -14,6 +14,7 @@ PatchMode = Literal["exact", "displaced"]
 Place = Literal["all", "root"]
 Backend = Literal["auto", "purlin", "torch"]
 Graph = bool | Literal["auto"]
+Overlap = bool | Literal["auto"]
 
 BUILT_ATTENTION = ("gather_kv", "ulysses")
 MAX_TIMEOUT = 1_000_000  # eleven days: gloo counts milliseconds in 31 bits
@@ -36,6 +37,9 @@ class ParallelConfig:
 
     cfg, sequence, tensor, patch: ranks along each axis; None chooses.
     attention: how sharded tokens meet at an attention. `gather_kv` moves keys and values once; `ulysses` moves tokens to heads and back.
+    overlap: `gather_kv` exchanges the keys and values of half the heads while the others attend. "auto": where each rank has a GPU of its own, from
+    4 MiB a rank on; True: wherever there are two heads. Heads are computed as before. False, for it took longer between two H200 over NVLink: what an
+    exchange takes of a GPU, attention lacks.
     patch_mode, warmup_steps: for UNets in patch mode. vae: the VAE's decode, too, is made faster: under a graph.
     graph: CUDA graphs of the denoiser and of the VAE's decode: from the second call of a shape on a recording is replayed. "auto": where that can
     be; True: an error where it cannot. graph_keys: shapes kept at a time, the one used longest ago goes. graph_memory: what all recordings may hold,
@@ -49,6 +53,7 @@ class ParallelConfig:
     cfg: int | None = None
     sequence: int | None = None
     attention: AttentionMode = "auto"
+    overlap: Overlap = False
     tensor: int | None = None
     patch: int | None = None
     patch_mode: PatchMode = "exact"
@@ -66,6 +71,7 @@ class ParallelConfig:
         for name in DEGREES:
             _check_degree(name, getattr(self, name))
         _check_word("attention", self.attention, get_args(AttentionMode))
+        _check_word("overlap", self.overlap, (True, False, "auto"))
         _check_word("patch_mode", self.patch_mode, get_args(PatchMode))
         _check_word("text", self.text, get_args(Place))
         _check_word("gather", self.gather, get_args(Place))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
-from purlin_core.errors import PurlinError
+from purlin_core.errors import MismatchError, PeerError, PurlinError, StallError
+from purlin_diffusion.ahead import Ahead
 from purlin_diffusion.arguments import bind
 from purlin_diffusion.carrier import Carrier
 from purlin_diffusion.counters import Counters
@@ -20,8 +23,10 @@ from purlin_diffusion.inputs import Carriers, agree, from_root
 from purlin_diffusion.placement import device_of
 from purlin_diffusion.plan import Plan
 from purlin_diffusion.route import Route
-from purlin_diffusion.session import refuse_gradients, settle
+from purlin_diffusion.session import refuse_gradients
 from purlin_diffusion.sharded import ShardedModel
+
+_DEADLY = (MismatchError, PeerError, StallError)  # behind which there are no more calls
 
 
 class GroupSession:
@@ -35,19 +40,21 @@ class GroupSession:
         carriers: Carriers,
         route: Route,
         *,
+        device: torch.device,
         owned: bool,
         graphs: Graphs,
         off: str = "",
     ) -> None:
-        """`off`: why this rank may make no recordings, beside what its plan says."""
+        """`device`: where exchanges run. `off`: why this rank may make no recordings, beside what its plan says."""
         self.rank, self.ranks = carriers.device.rank, carriers.device.ranks
         self.route = route
         self._carriers, self._owned = carriers, owned
         self._lock = threading.RLock()
         self._closed = False
-        device = device_of(model)
-        why = graphs.off(device, of_plan(plan), off)
-        self._graphs = GroupGraphs([] if why else [graphs.pool(device)], graphs.limits, why)
+        self._ahead = Ahead([device], self.ranks)
+        here = device_of(model)
+        why = graphs.off(here, of_plan(plan), off)
+        self._graphs = GroupGraphs([] if why else [graphs.pool(here)], graphs.limits, why)
         self._sharded = ShardedModel(model, plan, carriers.device, mode, around=self._call)
 
     @property
@@ -57,6 +64,10 @@ class GroupSession:
     @property
     def sharded(self) -> ShardedModel:
         return self._sharded
+
+    @property
+    def ahead(self) -> Ahead:
+        return self._ahead
 
     def counters(self) -> tuple[Counters, ...]:
         return (self._sharded.counters(self._graphs.counts()),)
@@ -70,10 +81,16 @@ class GroupSession:
         """fn(model) on this rank; the others call it too, with their own."""
         return fn(self._sharded.model)
 
+    def check(self) -> None:
+        """Wait for all calls that were launched. Raises what they met, as the next call would."""
+        with self._lock, self._guarded():
+            self._ahead.settled(self._carriers.device)
+
     def close(self) -> None:
         """Give the model back as it was. Does nothing the second time."""
         if not self._closed:
             self._closed = True
+            self._ahead.forget()  # replays end before their carriers close
             self._graphs.forget()
             self._sharded.close()
             if self._owned:
@@ -82,21 +99,36 @@ class GroupSession:
 
     def _call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
+            if self._ahead.moved():
+                self.check()
             arguments, key, due = self._agreed(args, kwargs)
-            if due is Wish.CAPTURE and not self._graphs.record(key, forward, arguments, self._sharded, self._carriers):
-                due = Wish.EAGER
+            if due is Wish.CAPTURE:
+                self.check()
+                if not self._graphs.record(key, forward, arguments, self._sharded, self._carriers):
+                    due = Wish.EAGER
             if due is not Wish.EAGER:
-                with self._carriers.device.guard():
-                    output = self._graphs.replay(key, arguments, self._sharded)
-                    settle(self._carriers.device, device_of(self._sharded.model))
-                return output
+                return self._launched(lambda: self._graphs.replay(key, arguments, self._sharded))
             # Alike on every rank, as the arguments are, so an error here kills no carrier.
             share = self._sharded.cut(arguments)
-            with self._carriers.device.guard():
-                output = self._sharded.run(forward, share)
-                settle(self._carriers.device, device_of(self._sharded.model))
+            output = self._launched(lambda: self._sharded.run(forward, share))
             self._graphs.ran(key)
             return output
+
+    def _launched(self, launch: Callable[[], Any]) -> Any:
+        with self._guarded():
+            output = launch()
+            self._ahead.launched(self._carriers.device)
+        return output
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """An exception inside reaches the other ranks at once, those too that are ahead and wait for this one in the packet of the next call."""
+        try:
+            with self._carriers.host.guard(), self._carriers.device.guard():
+                yield
+        except BaseException:
+            self._ahead.forget()
+            raise
 
     def _agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Key, Wish]:
         """The root's arguments, their key here, and what all ranks do. What is wrong on this rank is told to the others, where it may be right."""
@@ -109,5 +141,9 @@ class GroupSession:
                 agree([f"an error: {error}"], self._carriers.host)
             raise
         key, wish = self._graphs.look(self._sharded.model, arguments)
-        arguments, wishes = from_root(arguments, self._carriers, int(wish))
+        try:
+            arguments, wishes = from_root(arguments, self._carriers, int(wish))
+        except _DEADLY:
+            self._ahead.forget()  # the call before met the same
+            raise
         return arguments, key, Wish(min(wishes))

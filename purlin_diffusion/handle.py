@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from purlin_diffusion.config import ParallelConfig
 from purlin_diffusion.counters import Counters
 
 if TYPE_CHECKING:
+    from purlin_diffusion.ahead import Loop
     from purlin_diffusion.graph.decoding import Decoding
     from purlin_diffusion.session import Session
 
@@ -25,6 +27,7 @@ class Handle:
         self._sessions, self._config, self._at_undo = tuple(sessions), config, at_undo
         self._undone = False
         self.decoding: Decoding | None = None  # of the VAE, where that is ours
+        self.loop: Loop | None = None  # of the pipeline's steps, where the host may run ahead
 
     @property
     def sessions(self) -> tuple[Session, ...]:
@@ -78,15 +81,27 @@ class Handle:
         """
         return [session.on_all(fn) for session in self._sessions]
 
+    def check(self) -> None:
+        """Wait for all calls that were launched, and raise what their exchanges met. A pipeline does so before its picture leaves; for those who look
+        at latents in a callback, where on GPUs the latest step may not have ended."""
+        for session in self._sessions:
+            session.check()
+
     def undo(self) -> None:
-        """Give the model back as it was, bit for bit, and end the ranks of this process. Does nothing the second time."""
+        """Give the model back as it was, bit for bit, and end the ranks of this process. Does nothing the second time.
+
+        Raises, when that is done, what check() raises.
+        """
         if not self._undone:
             self._undone = True
-            if self.decoding is not None:
-                self.decoding.close()
-            for session in self._sessions:
-                session.close()
-            self._at_undo()
+            with ExitStack() as last_first:
+                last_first.callback(self._at_undo)
+                for session in reversed(self._sessions):
+                    last_first.callback(session.close)
+                for door in (self.decoding, self.loop):
+                    if door is not None:
+                        last_first.callback(door.close)
+                self.check()
 
     def __repr__(self) -> str:
         state = "undone" if self._undone else f"rank {self.rank} of {self.ranks}, {self.route}"

@@ -1,7 +1,7 @@
 """Ranks as threads of this process: the caller's thread is the root and runs the model it was given, worker threads run replicas of it.
 
 There is one pipeline, scheduler and text encoder. Each root call hands its inputs to the workers and waits for all of them: a rank's exception
-surfaces in the caller, and what a scheduler does with the output afterwards meets no rank still at work.
+surfaces in the caller. On GPUs the wait is for what ranks launch; how much later the caller hears what that has met, ahead.py says.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from purlin_core.errors import ClosedError, PeerError
+from purlin_diffusion.ahead import Ahead
 from purlin_diffusion.arguments import bind
 from purlin_diffusion.carrier import Carrier
+from purlin_diffusion.compiler import compiled_anyway, is_compiled
 from purlin_diffusion.config import ParallelConfig
 from purlin_diffusion.counters import Counters
 from purlin_diffusion.errors import RankError
@@ -28,7 +30,7 @@ from purlin_diffusion.local_rank import LocalRank
 from purlin_diffusion.plan import Plan
 from purlin_diffusion.replica import fingerprint
 from purlin_diffusion.route import Opened, Route, open_local
-from purlin_diffusion.session import refuse_gradients, settle
+from purlin_diffusion.session import refuse_gradients
 from purlin_diffusion.sharded import ShardedModel
 from purlin_diffusion.workers import Ambience, intra_op_threads, same_kernels, same_threads
 
@@ -54,6 +56,7 @@ class LocalSession:
         self._lock = threading.RLock()
         self._closed = False
         self._started: Sequence[Future[Any]] = ()  # what workers do in this root call
+        self._ahead = Ahead(devices, len(devices))
         self._threads = max(1, torch.get_num_threads() // len(devices)) if devices[0].type == "cpu" else None
         self.route, world = self._open(config.backend)
         self._world: Opened | None = world
@@ -62,6 +65,7 @@ class LocalSession:
         try:
             self._root = ShardedModel(model, plan, world.carriers[0], mode, around=self._call)
             self._seen: Hashable = None
+            self._compiled = False  # is the model, or a module in it, so that replicas are too? As of `_seen`
             reasons = (of_plan(plan), of_threads(self.route.backend, len(devices)), off)
             self._graphs = LocalGraphs(graphs, devices, graphs.off(devices[0], *reasons), config.timeout)
             self._follow()
@@ -76,6 +80,10 @@ class LocalSession:
     @property
     def sharded(self) -> ShardedModel:
         return self._root
+
+    @property
+    def ahead(self) -> Ahead:
+        return self._ahead
 
     def counters(self) -> tuple[Counters, ...]:
         ranks = (self._root, *(worker.sharded for worker in self._workers))
@@ -95,6 +103,15 @@ class LocalSession:
             self._follow()
             return result
 
+    def check(self) -> None:
+        """Wait for all calls that were launched. Raises what they met, as the next call would."""
+        with self._lock:
+            try:
+                self._ahead.settled(self._root.carrier)
+            except BaseException:
+                self._break_off()
+                raise
+
     def close(self) -> None:
         """Give the model back as it was, end the threads. Does nothing the second time."""
         with self._lock:
@@ -113,24 +130,32 @@ class LocalSession:
         with self._lock, intra_op_threads(self._threads), same_kernels():
             refuse_gradients(self._root.model)
             arguments = bind(self._root.model, args, kwargs)
+            if self._ahead.moved():
+                self.check()
             if self._world is None:
                 self._reopen()
             self._root.doors.anchor()
             self._follow()
             call = RootCall(forward, arguments, Ambience.here(), self._threads)
-            key, due = self._graphs.look(self._root, arguments, self._seen if self._workers else None)
-            if due is Wish.CAPTURE and key is not None:
-                due, why = self._record(key, call)
-            else:
-                why = ""
-            if due is Wish.REPLAY and key is not None:
-                return self._graphs.replay(key, call, self._run)
-            output = self._run_eagerly(call)
-            if why:
-                self._graphs.failed(key, why)
-            else:
-                self._graphs.ran(key)
-            return output
+            with compiled_anyway(self._compiled or (bool(self._workers) and call.ambience.compiler is not None)):
+                return self._answer(call)
+
+    def _answer(self, call: RootCall) -> Any:
+        """By a replay, or eagerly."""
+        key, due = self._graphs.look(self._root, call.arguments, self._seen if self._workers else None)
+        if due is Wish.CAPTURE and key is not None:
+            self.check()
+            due, why = self._record(key, call)
+        else:
+            why = ""
+        if due is Wish.REPLAY and key is not None:
+            return self._graphs.replay(key, call, self._run)
+        output = self._run_eagerly(call)
+        if why:
+            self._graphs.failed(key, why)
+        else:
+            self._graphs.ran(key)
+        return output
 
     def _run_eagerly(self, call: RootCall) -> Any:
         # What is wrong with the arguments is raised here, before any rank has begun.
@@ -156,7 +181,9 @@ class LocalSession:
     def _run(self, start: Start, mine: Callable[[], Any], *, workers: bool = True) -> Any:
         """A part of a root call that all ranks do, see Run. After a failure the next call has new carriers."""
         try:
-            return self._attempt(start, mine, workers=workers)
+            output = self._attempt(start, mine, workers=workers)
+            self._ahead.launched(self._root.carrier)
+            return output
         except BaseException:
             self._break_off()
             raise
@@ -167,8 +194,6 @@ class LocalSession:
             with self._root.carrier.guard():
                 output = mine()
             failed = self._first_failure(self._config.timeout)
-            if failed is None:
-                settle(self._root.carrier, self._devices[0])
         except BaseException as error:
             failed = self._first_failure(END_SECONDS)
             if failed is not None and isinstance(error, PeerError) and not isinstance(failed.__cause__, PeerError):
@@ -214,7 +239,8 @@ class LocalSession:
             return open_local(self._config, self._devices, backend=backend)
 
     def _close_world(self) -> None:
-        self._graphs.forget()  # replays end before their carriers close
+        self._ahead.forget()  # replays end before their carriers close
+        self._graphs.forget()
         if self._world is not None:
             with same_threads():
                 self._world.close()
@@ -235,7 +261,8 @@ class LocalSession:
         seen = fingerprint(self._root.model) if self._workers else ()
         if seen == self._seen:
             return
+        self.check()  # what ran last may still read what goes
         assert self._world is not None
         for worker in self._workers:
             worker.hold(self._root, self._plan, self._world.carriers[worker.rank], self._mode)
-        self._seen = seen
+        self._seen, self._compiled = seen, bool(self._workers) and is_compiled(self._root.model)

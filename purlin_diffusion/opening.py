@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from purlin_diffusion.ahead import loop_of
+from purlin_diffusion.beside import beside
 from purlin_diffusion.carrier import Carrier
 from purlin_diffusion.config import ParallelConfig
 from purlin_diffusion.errors import ConfigError, NotBuiltError
@@ -55,6 +57,7 @@ def open_handle(
         handle = _opened(asked, devices, communicator)
         opened.callback(handle.undo)
         handle.decoding = decoding_of(pipe_or_model, config, graphs)
+        handle.loop = loop_of(pipe_or_model, handle.sessions)
         opened.pop_all()
     announce(handle.sessions[0].route, handle.graphs_off, rank=handle.rank)
     return handle
@@ -124,7 +127,9 @@ def _with_processes(asked: _Asked) -> Handle:
 
     def join(model: nn.Module, plan: Plan, mode: str) -> Session:
         route, carriers = open_group(asked.config, None, device)
-        return GroupSession(model, plan, mode, carriers, route, owned=True, graphs=asked.graphs, off=asked.off)
+        return GroupSession(
+            model, plan, mode, carriers, route, device=device, owned=True, graphs=asked.graphs, off=asked.off
+        )
 
     sessions = _open(partial(join, *part) for part in parts)
     return Handle(sessions, asked.config, at_undo=dist.destroy_process_group if ours else _nothing)
@@ -139,10 +144,13 @@ def _with_communicator(asked: _Asked, communicator: Carrier) -> Handle:
     device = torch.device(getattr(communicator, "device", "cpu"))
     host = communicator if device.type == "cpu" else HostCarrier(communicator, device)
     route = Route(type(communicator).__name__, f"the caller's own, rank {communicator.rank} of {communicator.ranks}")
-    carriers = Carriers(device=communicator, host=host)
-    off = asked.off or of_communicator(communicator)
+    tied = of_communicator(communicator)
+    carriers = Carriers(device=beside(communicator, asked.config.overlap, apart=not tied), host=host)
+    off = asked.off or tied
     sessions = _open(
-        partial(GroupSession, model, plan, mode, carriers, route, owned=False, graphs=asked.graphs, off=off)
+        partial(
+            GroupSession, model, plan, mode, carriers, route, device=device, owned=False, graphs=asked.graphs, off=off
+        )
         for model, plan, mode in list(asked.parts([communicator.ranks] * len(asked.models)))
     )
     return Handle(sessions, asked.config, at_undo=_nothing)

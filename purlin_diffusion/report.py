@@ -8,6 +8,7 @@ from torch import nn
 
 from purlin_diffusion.attention.layout import AttentionLayout, Part
 from purlin_diffusion.attention.ulysses import head_shares
+from purlin_diffusion.beside import beside_of
 from purlin_diffusion.config import ParallelConfig
 from purlin_diffusion.graph.counts import GraphCounts
 from purlin_diffusion.graph.decoding import Decoding
@@ -27,7 +28,7 @@ def explain(session: Session, config: ParallelConfig, decoding: Decoding | None 
     plan = sharded.plan
     lines = [
         f"{plan.model} on {ranks} rank{'s' * (ranks > 1)}, sequence={ranks}, attention={sharded.mode} ({config.attention} was asked for)",
-        f"exchanges  {session.route}",
+        f"exchanges  {session.route}{_overlap(session)}",
         f"plan       written for diffusers {plan.written_for}; guidance: {plan.cfg}; graph: {plan.graph}",
         *_graph_lines(session),
         f"vae        whole on every rank that decodes (not sharded yet){'; ' + _graphs(decoding.counts()) if decoding else ''}",
@@ -42,6 +43,11 @@ def explain(session: Session, config: ParallelConfig, decoding: Decoding | None 
         f"refused    {', '.join(plan.refuse) or 'nothing'}",
     ]
     return "\n".join([*lines, *_step_lines(sharded)])
+
+
+def _overlap(session: Session) -> str:
+    beside = next(filter(None, map(beside_of, session.carriers)), None)
+    return "" if beside is None or session.sharded.mode != "gather_kv" else f"; {beside.how}"
 
 
 def _graph_lines(session: Session) -> Iterator[str]:

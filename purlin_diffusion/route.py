@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import purlin_core
 from purlin_core.errors import PurlinError
+from purlin_diffusion.beside import beside
 from purlin_diffusion.carrier import Alone, Carrier
 from purlin_diffusion.config import ParallelConfig
 from purlin_diffusion.environment import node
@@ -129,7 +130,8 @@ def _places(devices: Sequence[torch.device]) -> str:
 def _local_purlin(config: ParallelConfig, devices: Sequence[torch.device]) -> Opened:
     place = devices[0] if len(set(devices)) == 1 else list(devices)
     world = purlin_core.LocalWorld(len(devices), device=place, timeout=config.timeout, **_results(devices[0]))
-    return Opened(world.communicators, world.close)
+    apart = not share_a_gpu(devices)
+    return Opened([beside(each, config.overlap, apart=apart) for each in world.communicators], world.close)
 
 
 def _local_torch(config: ParallelConfig, devices: Sequence[torch.device]) -> Opened:
@@ -141,7 +143,8 @@ def _local_torch(config: ParallelConfig, devices: Sequence[torch.device]) -> Ope
     store, ranks = HashStore(), len(devices)
 
     def join(rank: int) -> Carrier:
-        return own_group(store, rank=rank, ranks=ranks, device=devices[rank], timeout=config.timeout)
+        carrier = own_group(store, rank=rank, ranks=ranks, device=devices[rank], timeout=config.timeout)
+        return beside(carrier, config.overlap, apart=True)
 
     carriers = on_threads(ranks, join)
 
@@ -155,7 +158,7 @@ def _local_torch(config: ParallelConfig, devices: Sequence[torch.device]) -> Ope
 def _group_purlin(config: ParallelConfig, group: Any, device: torch.device) -> Carriers:
     """Raises a PurlinError on every rank when one cannot."""
     join = partial(purlin_core.Communicator, group, device, timeout=config.timeout, **_results(device))
-    on_device = _on_all(join, group)
+    on_device = beside(_on_all(join, group), config.overlap, apart=True)
     if device.type == "cpu":
         return Carriers(device=on_device, host=on_device)
     try:
@@ -188,13 +191,13 @@ def _group_torch(config: ParallelConfig, group: Any, device: torch.device) -> Ca
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     number = store.add(f"count/{rank}", 1)  # a new parallelize never meets an old one's keys
     store = PrefixStore(str(number), store)
-    on_cpu = own_group(
-        PrefixStore("host", store), rank=rank, ranks=ranks, device=torch.device("cpu"), timeout=config.timeout
-    )
-    if device.type == "cpu":
-        return Carriers(device=on_cpu, host=on_cpu)
-    on_device = own_group(PrefixStore("device", store), rank=rank, ranks=ranks, device=device, timeout=config.timeout)
-    return Carriers(device=on_device, host=on_cpu)
+
+    def join(name: str, where: torch.device) -> Carrier:
+        carrier = own_group(PrefixStore(name, store), rank=rank, ranks=ranks, device=where, timeout=config.timeout)
+        return beside(carrier, config.overlap, apart=True)
+
+    on_cpu = join("host", torch.device("cpu"))
+    return Carriers(device=on_cpu if device.type == "cpu" else join("device", device), host=on_cpu)
 
 
 def _results(device: torch.device) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from purlin_diffusion.ahead import Ahead
 from purlin_diffusion.carrier import Carrier
 from purlin_diffusion.counters import Counters
 from purlin_diffusion.errors import ArgumentError
@@ -31,22 +32,17 @@ class Session(Protocol):
     @property
     def graphs_off(self) -> str: ...
 
+    @property
+    def ahead(self) -> Ahead: ...
+
     def counters(self) -> tuple[Counters, ...]: ...
+
+    def check(self) -> None:
+        """Wait for all calls that were launched. Raises what they met, as the next call would."""
 
     def on_all(self, fn: Callable[[nn.Module], Any]) -> Any: ...
 
     def close(self) -> None: ...
-
-
-def settle(carrier: Carrier, device: torch.device) -> None:
-    """At the end of a root call: raise what an exchange met on a GPU, of which the host hears only when the GPU is done.
-
-    Without this the last step's failure would be heard after its image had left. Once a step, when all of it has been launched, so the GPU idles
-    for no more than what a scheduler takes.
-    """
-    if device.type == "cuda" and carrier.ranks > 1 and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(device).synchronize()
-        carrier.check()
 
 
 def refuse_gradients(model: nn.Module) -> None:

@@ -29,6 +29,11 @@ class Tokens:
     def total(self) -> int:
         return sum(self.whole)
 
+    @property
+    def sharded_total(self) -> int:
+        """Without those that every rank holds."""
+        return sum(whole for whole, shares in zip(self.whole, self.shares, strict=True) if shares is not None)
+
     def local(self, rank: int) -> int:
         return sum(
             whole if shares is None else shares[rank] for whole, shares in zip(self.whole, self.shares, strict=True)

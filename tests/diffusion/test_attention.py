@@ -18,6 +18,7 @@ from purlin_diffusion import PlanError, Segment
 from purlin_diffusion.attention.layout import parse_calls, parse_layout
 from purlin_diffusion.attention.sharded import sharded_attention
 from purlin_diffusion.attention.task import DISPATCH, TORCH, Form
+from purlin_diffusion.carrier import Carrier
 from purlin_diffusion.compiled import Sharding
 from purlin_diffusion.cut import Stretch, stretch, take
 from purlin_diffusion.segments import Division
@@ -55,7 +56,9 @@ class Case:
         form: Form = DISPATCH,
         heads: int = 5,
         rest: int = 0,
+        carrier: Callable[[Communicator], Carrier] = lambda comm: comm,
     ) -> None:
+        self.carrier = carrier
         self.world, self.mode, self.form, self.layout = world, mode, form, parse_layout(layout)
         self.lengths = {"text": 9, "image": 16, "*": rest}
         self.heads, self.groups, self.batch = heads, heads, 2
@@ -93,7 +96,7 @@ class Case:
             division, rank = divided(comm.ranks, text=self.lengths["text"], image=self.lengths["image"]), comm.rank
             local = [self.rows(x, rank, division, keys=keys) for x, keys in ((q, False), (k, True), (v, True))]
             mine = None if mask is None else cut_mask(mask, rank, division)
-            sharding = Sharding(comm, division, self.mode)
+            sharding = Sharding(self.carrier(comm), division, self.mode)
             out = sharded_attention(*local, mine, self.layout, self.call, sharding=sharding, form=self.form)
             return torch.equal(out, self.rows(one, rank, division, keys=False))
 

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from purlin_core import ClosedError, Communicator, LocalWorld
 from purlin_diffusion import ParallelConfig, PlacementError, parallelize
+from purlin_diffusion.compiler import FORCE
 from purlin_diffusion.workers import Worker
 
 TOLERANCE = 1e-5
@@ -240,6 +241,38 @@ def test_settings_of_torch_reach_the_threads_of_ranks() -> None:
     with torch._dynamo.config.patch(recompile_limit=77):
         assert worker.run(lambda: torch._dynamo.config.recompile_limit).result(5) == 77
     worker.close()
+
+
+def test_compiled_ranks_run_while_something_is_traced(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another rank's graph is, when that rank compiles: torch.fx says so to all threads of a process."""
+    case, model, graphs = tiny("flux"), deep(1, 1), Graphs()
+    one = call(case, model)
+    handle = parallelize(model, ParallelConfig(timeout=20), devices=2)
+    blocks(model, backend=graphs)
+    assert (call(case, model) - one).abs().max() <= TOLERANCE
+    compiled = graphs.count
+    monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
+    assert (call(case, model) - one).abs().max() <= TOLERANCE
+    monkeypatch.undo()
+    assert graphs.count == compiled and not counters["graph_break"]
+    handle.undo()
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, FORCE), reason="this torch has no such setting")
+@pytest.mark.parametrize(("compiled", "ranks"), [(True, 2), (False, 2), (True, 1)])
+def test_the_setting_is_changed_for_ranks_that_compile_beside_others_and_only_while_they_run(
+    tiny: Callable[..., Any], compiled: bool, ranks: int
+) -> None:
+    case, seen = tiny("flux"), set[Any]()
+    handle = parallelize(case.model, devices=ranks)
+    if compiled:
+        case.model.norm_out.compile(backend="eager")
+    case.model.transformer_blocks[0].register_forward_hook(lambda *_: seen.add(getattr(torch._dynamo.config, FORCE)))
+    case.run()
+    assert seen == {compiled and ranks > 1} and not getattr(torch._dynamo.config, FORCE)
+    handle.undo()
 
 
 def test_code_compiled_around_the_model_is_named(tiny: Callable[..., Any]) -> None:

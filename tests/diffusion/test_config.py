@@ -18,6 +18,8 @@ from purlin_diffusion.config import Degrees
         {"tensor": 1.0},
         {"patch": True},
         {"attention": "flash"},
+        {"overlap": "yes"},
+        {"overlap": 1},
         {"patch_mode": "stale"},
         {"warmup_steps": -1},
         {"vae": 2},

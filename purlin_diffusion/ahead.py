@@ -1,0 +1,213 @@
+"""How far a host may run ahead of its GPUs: one root call, and only within a pipeline's loop of steps.
+
+A host that waited for the end of each call would launch the next while the GPU idles. So in a loop of steps it waits, when a call has been launched,
+for the end of the one before, and hears then what that has met; at the end of the loop it waits for all. A failure is raised by the next call, or
+where the loop ends: in any case before the picture leaves. Elsewhere each call is heard before it returns. With one rank, or on the CPU, nothing
+waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+
+from purlin_diffusion.carrier import Carrier
+
+BAR = "progress_bar"  # of a pipeline: what it returns stands around the loop of steps, in a `with`
+
+
+class Mark(Protocol):
+    """A point on the root's stream."""
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has come to it."""
+
+
+class Line(Protocol):
+    """What root calls are launched on. GpuLine, or a test's."""
+
+    def capturing(self) -> bool:
+        """Whether it is recorded now, so that nothing may be waited for."""
+
+    def place(self) -> Hashable:
+        """Where calls are launched now: calls of one place are in order by themselves."""
+
+    def mark(self) -> Mark:
+        """The end of all that was launched."""
+
+
+class GpuLine:
+    """The streams that are current on `devices`, of which the first is the root's."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = tuple(dict.fromkeys(devices))
+
+    def capturing(self) -> bool:
+        with torch.cuda.device(self._devices[0]):
+            return torch.cuda.is_current_stream_capturing()
+
+    def place(self) -> Hashable:
+        return tuple(torch.cuda.current_stream(device) for device in self._devices)
+
+    def mark(self) -> Mark:
+        ended: Mark = torch.cuda.current_stream(self._devices[0]).record_event()
+        return ended
+
+
+def line_of(devices: Sequence[torch.device], ranks: int) -> Line | None:
+    """None where the host hears all at once: one rank has nothing to hear, and calls on the CPU have ended when they return."""
+    return GpuLine(devices) if ranks > 1 and devices[0].type == "cuda" else None
+
+
+class Ahead:
+    """The latest root call of one session, as long as the host has not heard its end."""
+
+    def __init__(self, devices: Sequence[torch.device], ranks: int) -> None:
+        self._line = line_of(devices, ranks)
+        self._latest: Mark | None = None
+        self._place: Hashable = None  # of the latest
+        self._here = threading.local()  # `loops`: those that the thread is in
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is a GPU to wait for."""
+        return self._line is not None
+
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        """For calls of this thread that may be heard late. Whoever opens it settles at its end."""
+        loops = getattr(self._here, "loops", 0)
+        self._here.loops = loops + 1
+        try:
+            yield
+        finally:
+            self._here.loops = loops
+
+    def moved(self) -> bool:
+        """Whether a call launched now could overtake the latest: exchanges of two calls never run at once."""
+        if self._latest is None or (line := self._free_line()) is None:
+            return False
+        return line.place() != self._place
+
+    def launched(self, carrier: Carrier) -> None:
+        """A call has been launched: wait for the one before in a loop, else for this one. Raises what it met."""
+        if (line := self._free_line()) is None:
+            return
+        before, self._latest, self._place = self._latest, line.mark(), line.place()
+        if not getattr(self._here, "loops", 0):
+            self.settled(carrier)
+        elif before is not None:
+            before.synchronize()
+            carrier.check()
+
+    def settled(self, carrier: Carrier) -> None:
+        """Wait for all that was launched. Raises what it met; once."""
+        if (latest := self._taken()) is not None:
+            latest.synchronize()
+            carrier.check()
+
+    def forget(self) -> None:
+        """Wait for all that was launched, and hear nothing: something else is raised, or there is nobody to tell."""
+        if (latest := self._taken()) is not None:
+            with suppress(RuntimeError):  # the CUDA context is broken, by whatever: nothing runs in it any more
+                latest.synchronize()
+
+    def _taken(self) -> Mark | None:
+        if self._free_line() is None:
+            return None
+        latest, self._latest = self._latest, None
+        return latest
+
+    def _free_line(self) -> Line | None:
+        return self._line if self._line is not None and not self._line.capturing() else None
+
+
+class Settling(Protocol):
+    """A session, as far as it is of concern here."""
+
+    @property
+    def ahead(self) -> Ahead: ...
+
+    def check(self) -> None: ...
+
+
+class Loop:
+    """In the place of a pipeline's `progress_bar` from open() until close(): in the `with` of a bar `sessions` may run ahead; at its end they settle.
+
+    Whoever replaces it, or draws without it, has each call heard before it returns.
+    """
+
+    def __init__(self, pipe: Any, sessions: Sequence[Settling]) -> None:
+        self._pipe, self._below = pipe, getattr(pipe, BAR)
+        self._before = {name: bar for name, bar in vars(pipe).items() if name == BAR}  # a user's own
+        self._sessions = [
+            weakref.ref(session) for session in sessions
+        ]  # a model keeps its ranks alive, and nobody else
+
+    def open(self) -> None:
+        vars(self._pipe)[BAR] = self
+
+    def close(self) -> None:
+        """Give the pipeline back as it was."""
+        if vars(self._pipe).get(BAR) is self:
+            del vars(self._pipe)[BAR]
+            vars(self._pipe).update(self._before)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What was there before returns, but for what its `with` does."""
+        return _Bar(self._below(*args, **kwargs), self._around)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the pipeline has the bar of its class."""
+        copied = memo.get(id(self._pipe))
+        return self if copied is None else MethodType(getattr(type(copied), BAR), copied)
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """An exception inside is told as it is; what was launched before it the next call hears."""
+        sessions = [session for each in self._sessions if (session := each()) is not None]
+        with ExitStack() as loops:
+            for session in sessions:
+                loops.enter_context(session.ahead.loop())
+            yield
+        for session in sessions:
+            session.check()
+
+
+class _Bar:
+    """A progress bar, with `around` around its `with`."""
+
+    def __init__(self, bar: Any, around: Callable[[], AbstractContextManager[None]]) -> None:
+        self._bar, self._around, self._entered = bar, around, ExitStack()
+
+    def __enter__(self) -> Any:
+        with ExitStack() as entered:
+            entered.enter_context(self._around())
+            bar = entered.enter_context(self._bar)
+            self._entered = entered.pop_all()
+        return bar
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._bar)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)
+
+
+def loop_of(pipe: Any, sessions: Sequence[Settling]) -> Loop | None:
+    """The loop of a pipeline, in its place; None where there is no bar to stand around it, or nothing to wait for."""
+    running = [session for session in sessions if session.ahead.waits]
+    if not running or not callable(getattr(pipe, BAR, None)):
+        return None
+    loop = Loop(pipe, running)
+    loop.open()
+    return loop
