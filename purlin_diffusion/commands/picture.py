@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 from purlin_diffusion.commands.exits import InputError
 from purlin_diffusion.commands.options import Options
+
+Mark: TypeAlias = Any  # a torch.cuda.Event, or seconds
 
 CLOCK = "purlin_diffusion: clock"  # a profiler's range around the waits that are the clock's own
 
@@ -21,7 +23,7 @@ CLOCK = "purlin_diffusion: clock"  # a profiler's range around the waits that ar
 @dataclass(frozen=True)
 class Seconds:
     """Of one call. `steps` lie between the ends of consecutive steps, so there is one fewer than there are steps. `decode`: from the end of the last
-    to the images: the VAE, and little else."""
+    to the images: the VAE, and little else. On a GPU its stream tells the ends: a host that waited for each could launch nothing meanwhile."""
 
     whole: float
     steps: tuple[float, ...]
@@ -76,10 +78,13 @@ def call(pipe: Any, arguments: dict[str, Any], *, seed: int, output: str = "pil"
     if unknown := [name for name in arguments if name not in known]:
         raise InputError(f"{type(pipe).__name__} takes no {', '.join(unknown)}")
     wait = wait_for(pipe)
-    ends: list[float] = []
+    ends: list[Mark] = []
+    where = None
 
     def step_ended(_pipe: Any, _step: int, _time: Any, kept: dict[str, Any]) -> dict[str, Any]:
-        ends.append(now(wait))
+        nonlocal where
+        where = kept["latents"].device
+        ends.append(mark(where))
         return kept
 
     began = now(wait)
@@ -90,9 +95,10 @@ def call(pipe: Any, arguments: dict[str, Any], *, seed: int, output: str = "pil"
             output_type=output,
             callback_on_step_end=step_ended,
         )
+    ends.append(mark(where))
     ended = now(wait)
-    steps = tuple(end - start for start, end in pairwise(ends))
-    return result.images, Seconds(ended - began, steps, ended - ends[-1] if ends else None)
+    *steps, decode = (seconds(*each) for each in pairwise(ends)) if where is not None else (None,)
+    return result.images, Seconds(ended - began, tuple(steps), decode)
 
 
 @contextmanager
@@ -110,6 +116,24 @@ def raised_in(error: BaseException) -> str:
     """The module whose line raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+
+
+def mark(device: Any) -> Mark:
+    """When all that was launched there has been done; None, or the CPU: now."""
+    import torch
+
+    if device is None or device.type != "cuda":
+        return time.perf_counter()
+    with torch.cuda.device(device):
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+    return event
+
+
+def seconds(first: Mark, second: Mark) -> float:
+    """Between two marks of one device, when both have come."""
+    took: float = second - first if isinstance(first, float) else first.elapsed_time(second) / 1e3
+    return took
 
 
 def wait_for(pipe: Any) -> Callable[[], None]:

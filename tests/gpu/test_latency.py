@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from purlin_diffusion.pipelines import load
+from purlin_diffusion.pipelines import defaults, load
 
+from purlin_diffusion.commands.picture import call
 from purlin_diffusion.commands.timing import handmade
 from purlin_diffusion.commands.timing.rows import Result, Row
 from tests.latency.runs import read, timed
@@ -49,6 +50,19 @@ def test_one_rank_eager_and_under_each_kind_of_graph(family: str) -> None:
         assert each.host.ms < eager.host.ms and each.host.allocations < eager.host.allocations  # type: ignore[union-attr]
         assert each.host.mallocs == 0 and each.profile.syncs == 0  # type: ignore[union-attr]
     assert "see 1 rank" in next(each.cannot for each in result.rows if each.mode.name == "ours")
+
+
+def test_the_clock_waits_for_the_gpu_before_and_after_a_picture_and_between_steps_never(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe, waits = load("tiny:flux", device=GPU), []
+    wait = torch.cuda.synchronize
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: (waits.append(device), wait(device)))
+    arguments = {**defaults("tiny:flux"), "prompt": "a roof", "num_inference_steps": 4}
+    _, seconds = call(pipe, arguments, seed=0)
+    assert len(waits) == 2
+    assert len(seconds.steps) == 3 and min(*seconds.steps, seconds.decode) > 0
+    assert sum(seconds.steps) + seconds.decode < seconds.whole
 
 
 @pytest.mark.parametrize("attention", ["gather_kv", "ulysses"])
