@@ -9,16 +9,15 @@ ends, and a capture, with all streams joined.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from purlin_core import Communicator
 from purlin_core.spec import Sizes
-from purlin_diffusion.carrier import Carrier
+from purlin_diffusion.carrier import Around, Carrier
 from purlin_diffusion.config import Overlap
 
 # Keys and values a rank. Half of them move beside attention: of 4 MiB, 7 us at 300 GB/s, and about that takes what one part does not need: another
@@ -36,7 +35,7 @@ class Moving:
     ended: torch.cuda.Event | None
 
 
-class Beside:
+class Beside(Around):
     """A carrier that can exchange beside other work; all else is the carrier's own, which this closes.
 
     `least_bytes`: of keys and values a rank, from which on two exchanges are made of one, the same on every rank. `device`: the GPU on which they
@@ -44,9 +43,9 @@ class Beside:
     """
 
     def __init__(self, carrier: Carrier, least_bytes: int, device: torch.device | None) -> None:
-        self.rank, self.ranks = carrier.rank, carrier.ranks
+        super().__init__(carrier)
         self.least_bytes = least_bytes
-        self._carrier, self._device = carrier, device
+        self._device = device
         self._side: torch.cuda.Stream | None = None  # made by the first exchange: eager, for a capture repeats a call
         self._under_way: list[torch.cuda.Event] = []  # their ends
 
@@ -86,29 +85,11 @@ class Beside:
             with suppress(RuntimeError):  # a broken context, or a capture that is: what broke it is being raised
                 torch.cuda.current_stream(self._device).wait_stream(self._side)
 
-    def redistribute(self, x: Tensor, spec: str, *, sizes: Sizes | None = None) -> Tensor:
-        return self.exchange([x], [spec], sizes=sizes)[0]
-
     def exchange(self, tensors: Sequence[Tensor], specs: Sequence[str], *, sizes: Sizes | None = None) -> list[Tensor]:
         """The carrier's own, behind all that is under way: two never run at once, and in a capture nobody else sees to that."""
         if self._under_way:
             torch.cuda.current_stream(self._device).wait_event(self._under_way[-1])
         return self._carrier.exchange(tensors, specs, sizes=sizes)
-
-    def stats(self) -> Any:
-        return self._carrier.stats()
-
-    def check(self) -> None:
-        self._carrier.check()
-
-    def guard(self) -> AbstractContextManager[Any]:
-        return self._carrier.guard()
-
-    def abort(self, reason: str) -> None:
-        self._carrier.abort(reason)
-
-    def close(self) -> None:
-        self._carrier.close()
 
 
 def beside(carrier: Carrier, overlap: Overlap, *, apart: bool) -> Carrier:

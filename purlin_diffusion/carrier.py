@@ -48,6 +48,35 @@ class Carrier(Protocol):
     def close(self) -> None: ...
 
 
+class Around:
+    """A carrier around another: whoever is derived from it says what it does otherwise."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self.rank, self.ranks = carrier.rank, carrier.ranks
+        self._carrier = carrier
+
+    def redistribute(self, x: Tensor, spec: str, *, sizes: Sizes | None = None) -> Tensor:
+        return self.exchange([x], [spec], sizes=sizes)[0]
+
+    def exchange(self, tensors: Sequence[Tensor], specs: Sequence[str], *, sizes: Sizes | None = None) -> list[Tensor]:
+        return self._carrier.exchange(tensors, specs, sizes=sizes)
+
+    def stats(self) -> Any:
+        return self._carrier.stats()
+
+    def check(self) -> None:
+        self._carrier.check()
+
+    def guard(self) -> AbstractContextManager[Any]:
+        return self._carrier.guard()
+
+    def abort(self, reason: str) -> None:
+        self._carrier.abort(reason)
+
+    def close(self) -> None:
+        self._carrier.close()
+
+
 class Alone:
     """The carrier of a world of one: nothing moves."""
 

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from purlin_core.spec import Sizes
-from purlin_diffusion.carrier import Carrier
+from purlin_diffusion.carrier import Around, Carrier
 
 
-class HostCarrier:
+class HostCarrier(Around):
     """The same rank and the same calls as `carrier`, which belongs to the caller; the host waits for the device in each."""
 
     def __init__(self, carrier: Carrier, device: torch.device) -> None:
-        self.rank, self.ranks = carrier.rank, carrier.ranks
-        self._carrier, self._device = carrier, device
-
-    def redistribute(self, x: Tensor, spec: str, *, sizes: Sizes | None = None) -> Tensor:
-        """Communicator.redistribute, of a CPU tensor."""
-        return self.exchange([x], [spec], sizes=sizes)[0]
+        super().__init__(carrier)
+        self._device = device
 
     def exchange(self, tensors: Sequence[Tensor], specs: Sequence[str], *, sizes: Sizes | None = None) -> list[Tensor]:
         """Communicator.exchange, of CPU tensors."""
@@ -30,18 +24,6 @@ class HostCarrier:
         back = [y.cpu() for y in self._carrier.exchange(there, specs, sizes=sizes)]
         self._carrier.check()  # the device is done, so it has said what it met
         return back
-
-    def stats(self) -> Any:
-        return self._carrier.stats()
-
-    def check(self) -> None:
-        self._carrier.check()
-
-    def guard(self) -> AbstractContextManager[Any]:
-        return self._carrier.guard()
-
-    def abort(self, reason: str) -> None:
-        self._carrier.abort(reason)
 
     def close(self) -> None:
         """The carrier is the caller's to close."""
