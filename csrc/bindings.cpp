@@ -78,14 +78,47 @@ class Tensors {
     TensorView view;
     if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) != type_.ptr()) return 0;
     if (view_(tensor, &view) != 0) return PyErr_Clear(), 0;
-    if (!view.data || view.code == complex_numbers || !facts.add(view))
-      return 0;  // of a lazy conjugate it tells nothing
+    if (!view.data || is_vague(view) || !facts.add(view)) return 0;
     return reinterpret_cast<std::uintptr_t>(view.data + view.data_offset);
   }
 
   nb::object type_;
   decltype(TensorApi::view) view_ = nullptr;
 };
+
+// Calls add() with every identity that `holder` holds. A weak reference stands for the object it leads to, None when that is gone.
+template <class Add>
+void each_identity(PyObject* holder, Add add) {
+  auto id = [](const void* object) { return reinterpret_cast<std::uintptr_t>(object); };
+  if (PyDict_Check(holder)) {
+    PyObject *key, *value;
+    add(static_cast<std::uintptr_t>(PyDict_Size(holder)));
+    for (Py_ssize_t at = 0; PyDict_Next(holder, &at, &key, &value);) add(id(key)), add(id(value));
+  } else if (PyList_Check(holder) || PyTuple_Check(holder)) {
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(holder);
+    add(static_cast<std::uintptr_t>(count));
+    for (Py_ssize_t i = 0; i < count; ++i) add(id(PySequence_Fast_GET_ITEM(holder, i)));
+  } else {
+    nb::object object = PyWeakref_Check(holder) ? nb::steal(PyObject_CallNoArgs(holder)) : nb::borrow(holder);
+    nb::object dict = nb::steal(PyObject_GenericGetDict(object.ptr(), nullptr));
+    if (!dict) PyErr_Clear();
+    add(id(Py_TYPE(object.ptr()))), add(id(dict.ptr()));
+  }
+}
+
+nb::bytes identities(const nb::list& holders, const nb::bytes& known) {
+  using Id = std::uintptr_t;
+  auto before = reinterpret_cast<const Id*>(known.c_str());
+  std::size_t count = known.size() / sizeof(Id), at = 0;
+  bool same = true;
+  for (nb::handle holder : holders)
+    each_identity(holder.ptr(), [&](Id id) { same = same && at < count && before[at] == id, ++at; });
+  if (same && at == count) return known;
+
+  std::vector<Id> found;
+  for (nb::handle holder : holders) each_identity(holder.ptr(), [&](Id id) { found.push_back(id); });
+  return nb::bytes(found.data(), found.size() * sizeof(Id));
+}
 
 }  // namespace
 
@@ -196,6 +229,10 @@ NB_MODULE(PURLIN_MODULE, m) {
       .def(nb::init<nb::object>(), nb::arg("type"))
       .def("look", &Tensors::look, nb::arg("tensors"),
            "(facts, addresses): equal facts are equal shapes, strides, dtypes and devices; None: ask the tensors.");
+
+  m.def("identities", &identities, nb::arg("holders"), nb::arg("known"),
+        "What holders hold, by identity: keys and values of a dict, items of a list or tuple, type and __dict__ of "
+        "anything else. `known` itself where they are equal.");
 
   nb::class_<Memory>(m, "Memory")
       .def(nb::init<std::size_t>(), nb::arg("bytes"))

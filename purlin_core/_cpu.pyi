@@ -1,6 +1,7 @@
 """csrc/bindings.cpp, for type checkers; purlin_core._cuda shows the same names."""
 
 from collections.abc import Sequence
+from typing import Any
 
 built_for: str  # the machines that this module has code for
 
@@ -30,6 +31,7 @@ class Plan:
         dtype: int,
         rank: int,
         teams: int,
+        parts: int,
         lag: int,
         grants: int,
         signature: int,
@@ -72,6 +74,8 @@ class Endpoint:
 class Tensors:
     def __init__(self, type: type) -> None: ...
     def look(self, tensors: object) -> tuple[bytes, list[int]] | None: ...
+
+def identities(holders: list[Any], known: bytes) -> bytes: ...
 
 class Memory:
     def __init__(self, bytes: int) -> None: ...

@@ -70,6 +70,16 @@ def check_empty(shape: Any, dtype: Any) -> None:
         raise _wrong("empty", "dtype", "a torch dtype", dtype)
 
 
+def check_memory(call: str, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
+    """Tensors with elements lie somewhere: not what only wraps others, nor what has given its storage back."""
+    for x, address in zip(tensors, addresses, strict=True):
+        if address == 0 and x.numel() > 0:
+            raise ArgumentTypeError(
+                f"{call}: needs tensors with memory of their own; got a {type(x).__name__} of shape {tuple(x.shape)} that has none."
+                " Pass the tensor that it wraps, or one whose storage was not freed."
+            )
+
+
 def check_halo(dim: Any, rows: Any) -> None:
     """`dim` is an integer, `rows` one or two."""
     both = rows if isinstance(rows, tuple) and len(rows) == 2 else (rows,)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from purlin_core import ops
-from purlin_core.arguments import check_empty, check_heap_bytes, check_sequence, check_shares, check_types
+from purlin_core.arguments import check_empty, check_heap_bytes, check_memory, check_sequence, check_shares, check_types
 from purlin_core.atom import atom_of
 from purlin_core.canary import poison
 from purlin_core.collectives import as_spec, halo_spec, rows_of
@@ -431,6 +431,8 @@ class Communicator:
         """`at`, `to`: where inputs and outputs lie."""
         if self._over:
             self._usable(prepared.text)
+        if 0 in at or 0 in to:
+            check_memory(prepared.text, (*inputs, *outputs), (*at, *to))
         if prepared.in_place:  # these shapes have shared storage before
             offsets = _offsets(at, to)
             prepared = prepared.in_place.get(offsets, prepared)

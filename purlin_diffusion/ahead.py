@@ -71,6 +71,8 @@ class Ahead:
     def __init__(self, devices: Sequence[torch.device], ranks: int) -> None:
         self._line = line_of(devices, ranks)
         self._latest: Mark | None = None
+        self.heard = 0  # failures, by whichever thread
+        self.failure: BaseException | None = None  # the latest of them
         self._place: Hashable = None  # of the latest
         self._here = threading.local()  # `loops`: those that the thread is in
 
@@ -103,20 +105,26 @@ class Ahead:
         if not getattr(self._here, "loops", 0):
             self.settled(carrier)
         elif before is not None:
-            before.synchronize()
-            carrier.check()
+            self._hear(before, carrier)
 
     def settled(self, carrier: Carrier) -> None:
         """Wait for all that was launched. Raises what it met; once."""
         if (latest := self._taken()) is not None:
-            latest.synchronize()
-            carrier.check()
+            self._hear(latest, carrier)
 
     def forget(self) -> None:
         """Wait for all that was launched, and hear nothing: something else is raised, or there is nobody to tell."""
         if (latest := self._taken()) is not None:
             with suppress(RuntimeError):  # the CUDA context is broken, by whatever: nothing runs in it any more
                 latest.synchronize()
+
+    def _hear(self, mark: Mark, carrier: Carrier) -> None:
+        mark.synchronize()
+        try:
+            carrier.check()
+        except BaseException as error:
+            self.heard, self.failure = self.heard + 1, error
+            raise
 
     def _taken(self) -> Mark | None:
         if self._free_line() is None:
@@ -170,14 +178,18 @@ class Loop:
 
     @contextmanager
     def _around(self) -> Iterator[None]:
-        """An exception inside is told as it is; what was launched before it the next call hears."""
+        """An exception inside is told as it is; what was launched before it the next call hears. A failure that another thread has heard meanwhile is
+        raised here, too: a call of this loop may have met it."""
         sessions = [session for each in self._sessions if (session := each()) is not None]
+        before = [session.ahead.heard for session in sessions]
         with ExitStack() as loops:
             for session in sessions:
                 loops.enter_context(session.ahead.loop())
             yield
-        for session in sessions:
+        for session, heard in zip(sessions, before, strict=True):
             session.check()
+            if session.ahead.heard != heard and session.ahead.failure is not None:
+                raise session.ahead.failure
 
 
 class _Bar:
@@ -198,6 +210,9 @@ class _Bar:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._bar)
+
+    def __len__(self) -> int:
+        return len(self._bar)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bar, name)

@@ -15,11 +15,12 @@ from purlin_diffusion.compiler import paused_compiler
 from purlin_diffusion.graph.counts import GraphCounts
 from purlin_diffusion.graph.key import Key, key_of
 from purlin_diffusion.graph.recorder import Pool
-from purlin_diffusion.graph.state import own_graphs, state_of
+from purlin_diffusion.graph.state import own_graphs
 from purlin_diffusion.graph.store import Limits, Store, Wish
 from purlin_diffusion.graph.take import Take
 from purlin_diffusion.inputs import Carriers, tell
 from purlin_diffusion.sharded import Memo, ShardedModel
+from purlin_diffusion.watch import Watch
 
 _OFF = Key((), ())
 _NO_ROOM = "its recordings take too much memory"
@@ -41,6 +42,7 @@ class GroupGraphs:
 
     def __init__(self, pools: Sequence[Pool], limits: Limits, off: str) -> None:
         self._store: Store[Recorded] = Store(pools, limits, off)
+        self._watch = Watch()
 
     @property
     def off(self) -> str:
@@ -50,7 +52,7 @@ class GroupGraphs:
         """The key of a call on this rank, and what this rank would do."""
         if self._store.off:
             return _OFF, Wish.EAGER
-        key = key_of(arguments, *state_of(model))
+        key = key_of(arguments, *self._watch.state(model))
         return key, self._store.look(key)
 
     def ran(self, key: Key) -> None:

@@ -7,7 +7,7 @@ each make a recording each, all at once: an exchange is launched when the last r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from purlin_diffusion.graph.gate import Gate
 from purlin_diffusion.graph.key import Key, key_of
 from purlin_diffusion.graph.policy import Graphs
 from purlin_diffusion.graph.recorder import Pool
-from purlin_diffusion.graph.state import own_graphs, state_of
+from purlin_diffusion.graph.state import ModelState, own_graphs
 from purlin_diffusion.graph.store import Store, Wish
 from purlin_diffusion.graph.take import Take
 from purlin_diffusion.local_rank import LocalRank
@@ -76,11 +76,11 @@ class LocalGraphs:
     def off(self) -> str:
         return self._store.off
 
-    def look(self, root: ShardedModel, arguments: Mapping[str, Any], seen: Hashable) -> tuple[Key | None, Wish]:
-        """The key of a call, and what is due. `seen`: the model's fingerprint, if there is one."""
-        if self._store.off:
+    def look(self, arguments: Mapping[str, Any], state: tuple[ModelState, str] | None) -> tuple[Key | None, Wish]:
+        """The key of a call, and what is due. `state`: the model's; it may be None where graphs are off."""
+        if self._store.off or state is None:
             return None, Wish.EAGER
-        key = key_of(arguments, *state_of(root.model, seen))
+        key = key_of(arguments, *state)
         return key, self._store.look(key)
 
     def ran(self, key: Key | None) -> None:

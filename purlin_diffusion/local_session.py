@@ -28,10 +28,10 @@ from purlin_diffusion.graph.store import Wish, one_line
 from purlin_diffusion.local_graphs import LocalGraphs, RootCall, Start
 from purlin_diffusion.local_rank import LocalRank
 from purlin_diffusion.plan import Plan
-from purlin_diffusion.replica import fingerprint
 from purlin_diffusion.route import Opened, Route, open_local
 from purlin_diffusion.session import refuse_gradients
 from purlin_diffusion.sharded import ShardedModel
+from purlin_diffusion.watch import Watch
 from purlin_diffusion.workers import Ambience, intra_op_threads, same_kernels, same_threads
 
 END_SECONDS = 10.0  # how long ranks may take to notice that another has left
@@ -56,6 +56,7 @@ class LocalSession:
         self._lock = threading.RLock()
         self._closed = False
         self._started: Sequence[Future[Any]] = ()  # what workers do in this root call
+        self._watch = Watch()
         self._ahead = Ahead(devices, len(devices))
         self._threads = max(1, torch.get_num_threads() // len(devices)) if devices[0].type == "cpu" else None
         self.route, world = self._open(config.backend)
@@ -142,7 +143,7 @@ class LocalSession:
 
     def _answer(self, call: RootCall) -> Any:
         """By a replay, or eagerly."""
-        key, due = self._graphs.look(self._root, call.arguments, self._seen if self._workers else None)
+        key, due = self._graphs.look(call.arguments, self._state)
         if due is Wish.CAPTURE and key is not None:
             self.check()
             due, why = self._record(key, call)
@@ -258,7 +259,8 @@ class LocalSession:
 
     def _follow(self) -> None:
         """Make the replicas anew when the model has changed since they were made."""
-        seen = fingerprint(self._root.model) if self._workers else ()
+        self._state = self._watch.state(self._root.model) if self._workers or not self._graphs.off else None
+        seen = self._state[0].fingerprint if self._workers and self._state else ()
         if seen == self._seen:
             return
         self.check()  # what ran last may still read what goes
@@ -266,3 +268,5 @@ class LocalSession:
         for worker in self._workers:
             worker.hold(self._root, self._plan, self._world.carriers[worker.rank], self._mode)
         self._seen, self._compiled = seen, bool(self._workers) and is_compiled(self._root.model)
+        if self._state is not None:
+            self._state = self._watch.state(self._root.model)  # doors were lifted, and put back other forwards

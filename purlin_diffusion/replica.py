@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from purlin_diffusion.compiler import OwnCode, compile_alike
 from purlin_diffusion.doors import ATTRIBUTES, Doors, plain_class
 
-_MODULE_KEYS = frozenset(nn.Module().__dict__) - {"training"}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_DEPTH = 3  # how far attributes are looked into: LoRA keeps scalings in dicts, processors keep lists of them
+MODULE_KEYS = frozenset(nn.Module().__dict__) - {"training"}
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+DEPTH = 3  # how far attributes are looked into: LoRA keeps scalings in dicts, processors keep lists of them
 
 
 def fingerprint(model: nn.Module) -> Hashable:
@@ -40,14 +40,25 @@ def fingerprint(model: nn.Module) -> Hashable:
             facts += map(id, (*held["_forward_hooks"].values(), *held["_forward_pre_hooks"].values()))
         if not kind.__module__.startswith("torch.nn."):
             facts += [
-                (key, _of_value(value, _DEPTH))
+                (key, _of_value(value, DEPTH))
                 for key, value in held.items()
-                if key not in _MODULE_KEYS and key not in ATTRIBUTES
+                if key not in MODULE_KEYS and key not in ATTRIBUTES
             ]
         children = held["_modules"]
         facts.append(tuple(children))
         modules += [child for child in children.values() if child is not None]
     return tuple(facts)
+
+
+def is_versioned(x: Tensor) -> bool:
+    """Whether a change of its values is one of the model: those on the CPU are shared, so what happens to them happens to the replica's."""
+    return not x.is_cpu and not x.is_inference()
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether a fingerprint looks into the attributes of what a module holds, as it does for an attention processor."""
+    plain = isinstance(value, (type, FunctionType, MethodType, nn.Module))
+    return callable(value) and not plain and hasattr(value, "__dict__")
 
 
 def replicate(doors: Doors, sent: Sent) -> nn.Module:
@@ -101,13 +112,12 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _of_tensor(x: Tensor) -> Hashable:
-    if x.is_cpu:  # shared: what happens to its values happens to the replica's
-        return id(x), x.data_ptr(), x.dtype
-    return id(x), x.data_ptr(), x.dtype, None if x.is_inference() else x._version
+    facts = id(x), x.data_ptr(), x.dtype
+    return (*facts, x._version) if is_versioned(x) else facts
 
 
 def _of_value(value: Any, depth: int) -> Hashable:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):
         return _of_tensor(value)
@@ -116,11 +126,7 @@ def _of_value(value: Any, depth: int) -> Hashable:
             return tuple([(key, _of_value(item, depth - 1)) for key, item in value.items()])
         if isinstance(value, (list, tuple)):
             return tuple([_of_value(item, depth - 1) for item in value])
-        if (
-            callable(value)
-            and not isinstance(value, (type, FunctionType, MethodType, nn.Module))
-            and hasattr(value, "__dict__")
-        ):
+        if has_attributes(value):
             attributes = tuple([(key, _of_value(item, 0)) for key, item in vars(value).items()])
             return id(value), plain_class(type(value)), attributes  # an attention processor
     return id(value)

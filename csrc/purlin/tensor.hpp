@@ -17,7 +17,11 @@ struct TensorView {  // DLTensor of dlpack.h; it points into the tensor
   std::uint64_t data_offset;
 };
 
-constexpr std::uint8_t complex_numbers = 5;  // a code of types
+// Of these a view does not tell all: which are lazy conjugates, and which integers have fewer bits than the byte they lie in.
+inline bool is_vague(const TensorView& t) {
+  constexpr std::uint8_t integers = 0, unsigned_integers = 1, complex_numbers = 5;  // codes of types
+  return t.code == complex_numbers || ((t.code == integers || t.code == unsigned_integers) && t.bits <= 8);
+}
 
 struct TensorApi {  // DLPackExchangeAPI of dlpack.h 1.2 and later, as far as it is used here
   std::uint32_t major, minor;

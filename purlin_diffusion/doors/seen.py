@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
@@ -30,3 +30,8 @@ def hooks_and_forwards(model: nn.Module) -> Iterator[tuple[bool, Any]]:
         if "forward" in held:
             yield False, held["forward"]
         modules += [child for child in held["_modules"].values() if child is not None]
+
+
+def hook_holders(held: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The dicts behind a module's `__dict__` in which hooks_and_forwards() finds something."""
+    return (vars(held[REGISTRY]), held[REGISTRY].hooks) if REGISTRY in held else ()

@@ -44,6 +44,11 @@ class CudaPool:
         finally:
             self._ended.record(stream)
 
+    def settle(self) -> None:
+        """Wait for the latest turn: hosts run ahead, and what a replay uses must not go."""
+        with suppress(RuntimeError):  # the CUDA context is broken, by whatever: nothing runs in it any more
+            self._ended.synchronize()
+
     @property
     def used_bytes(self) -> int:
         here = tuple(self.handle), self.device.index
@@ -91,6 +96,7 @@ class CudaRecorder:
 
     def free(self) -> None:
         if self._graph is not None:
+            self._pool.settle()
             self._graph.reset()
             self._graph = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,17 +17,22 @@ CONFIG = "get_compiler_config"  # on what torch.compile returns
 WRAPPED = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")  # by torch's version
 
 
-def state_of(model: nn.Module, seen: Hashable = None) -> tuple[Hashable, str]:
-    """What must be equal for a graph of `model` to be true, and why there can be none; empty if there can. `seen`: its fingerprint, if taken already.
+@dataclass(frozen=True)
+class ModelState:
+    """`fingerprint`: where weights lie, which modules and processors there are, and their numbers. `forwards`: those put on modules, and hooks."""
 
-    A fingerprint holds where weights lie, which modules and processors there are, and their numbers; here are added the forwards put on modules.
-    """
+    fingerprint: Hashable
+    forwards: Hashable
+
+
+def state_of(model: nn.Module) -> tuple[ModelState, str]:
+    """What must be equal for a graph of `model` to be true, and why there can be none; empty if there can."""
     foreign, forwards = "", []
     for somebody_elses, found in hooks_and_forwards(model):
         forwards.append(found)
         if somebody_elses:
             foreign = f"{type(found).__name__} is hooked into its modules (a cache, an offload, a casting), which Python must run"
-    return (fingerprint(model) if seen is None else seen, tuple(forwards)), foreign
+    return ModelState(fingerprint(model), tuple(forwards)), foreign
 
 
 def own_graphs(model: Any, compiler: Any = None) -> str:

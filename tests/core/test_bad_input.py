@@ -41,6 +41,13 @@ def f(*shape: int) -> Tensor:
     return torch.ones(shape)
 
 
+def freed(n: int) -> Tensor:
+    """As a sharding library leaves weights that it has given away."""
+    x = torch.ones(n)
+    x.untyped_storage().resize_(0)
+    return x
+
+
 def moves(x: Tensor, spec: str, **arguments: Any) -> Callable[[Communicator], object]:
     """On the communicator's device, but for what is on none."""
 
@@ -87,6 +94,8 @@ BAD = {
     "requires grad": Bad(DtypeError, ("requires grad", "no_grad"), lambda c: c.all_reduce(f(4).requires_grad_())),
     "out requires grad": Bad(DtypeError, ("`out` requires grad",), lambda c: c.all_gather_into_tensor(f(12).requires_grad_(), f(4))),
     "lazy conjugate": Bad(DtypeError, ("resolve_conj",), lambda c: c.redistribute(f(4).to(torch.complex64).conj(), "n@ -> n")),
+    "freed storage": Bad(ArgumentTypeError, ("all_reduce", "memory of their own"), lambda c: c.all_reduce(freed(4))),
+    "freed output": Bad(ArgumentTypeError, ("memory of their own",), lambda c: c.redistribute(f(4), "n@ -> n", out=freed(12))),
     "sparse": Bad(ShapeError, ("sparse", "to_dense"), moves(f(4).to_sparse(), "n@ -> n")),
     "sparse rows": Bad(ShapeError, ("sparse_csr", "to_dense"), lambda c: c.redistribute(f(4, 4).to_sparse_csr(), "a@ b -> a b")),
     "sparse output": Bad(ShapeError, ("`out`", "sparse"), moves(f(4), "n@ -> n", out=f(12).to_sparse())),

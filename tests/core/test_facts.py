@@ -25,8 +25,7 @@ TOLD = [
     BASE.view(48),
     BASE.view(1, 48),
     BASE[0, 0],
-    *[torch.zeros(4, 12).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.int32, torch.bool, torch.uint8)],
-    torch.zeros(4, 12, dtype=torch.int8),
+    *[torch.zeros(4, 12).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.int32, torch.bool)],
     torch.zeros(4, 12, dtype=torch.float8_e4m3fn),
     torch.zeros(4, 12, dtype=torch.float8_e5m2),
 ]
@@ -34,6 +33,8 @@ BY_NAME = {
     "no elements": lambda: torch.zeros(0, 3),
     "meta": lambda: torch.zeros(3, device="meta"),
     "sparse": lambda: torch.eye(3).to_sparse(),
+    "bytes": lambda: torch.zeros(3, dtype=torch.uint8),
+    "fewer bits than a byte": lambda: torch.zeros(3, dtype=torch.int8).view(getattr(torch, "int4", torch.int8)),
     "complex": lambda: torch.zeros(4, 6, dtype=torch.complex64),
     "lazy conjugate": lambda: torch.zeros(4, 6, dtype=torch.complex64).conj(),
     "lazy negative": lambda: torch.zeros(4, 6, dtype=torch.complex64).conj().imag,

@@ -274,6 +274,29 @@ def test_latents_in_a_callback_may_be_waited_for(pipe: Any, gpus: list[Gpu]) -> 
     handle.undo()
 
 
+def test_a_failure_that_another_thread_hears_first_is_raised_in_the_loop_too(pipe: Any, gpus: list[Gpu]) -> None:
+    handle = parallelize(pipe, ParallelConfig(timeout=20), devices=2)
+    gpus[0].at_end[2] = lambda: handle.sessions[0].carriers[0].abort("it felt like it")
+    heard: list[BaseException] = []
+
+    def listen() -> None:
+        try:
+            handle.check()
+        except PeerError as error:
+            heard.append(error)
+
+    def at_step(step: int) -> None:
+        if step == 1:
+            listener = threading.Thread(target=listen)
+            listener.start()
+            listener.join()
+
+    with pytest.raises(PeerError, match="it felt like it"):
+        draw(pipe, at_step)
+    assert len(heard) == 1
+    handle.undo()
+
+
 # ---- what fails late -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("call", [1, 2, STEPS])
 @pytest.mark.parametrize("graph", [False, True])

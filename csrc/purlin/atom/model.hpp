@@ -11,7 +11,11 @@ namespace purlin::model {
 
 constexpr i64 payload_bytes = 8, line_bytes = 16;  // a packet line: payload, then tag
 
-enum class Roles { lockstep, side_by_side };
+enum class Roles {
+  lockstep,
+  side_by_side,
+  in_turn
+};  // in_turn: those that consume are one crew, beside the one that stages
 constexpr int roles_a_team = 3;
 
 struct Rank {   // what a rank keeps from call to call
@@ -58,6 +62,12 @@ class Model {
       live(source(), stage);
       m_.join(second);
       m_.join(third);
+      return;
+    }
+    if (roles_ == Roles::in_turn) {
+      Fibre& crew = m_.spawn(c_.rank, [&] { live_in_turn(lag, gather, consume); });
+      live(source(), stage);
+      m_.join(crew);
       return;
     }
     as(reader()), consume.open();
@@ -205,7 +215,7 @@ class Model {
     met_clock_.join(r.seen);
     met_clock_.learn(r.now());
     ++met_;
-    if (roles_ == Roles::side_by_side && m_.temper.flaw != Flaw::deaf_meet)
+    if (roles_ != Roles::lockstep && m_.temper.flaw != Flaw::deaf_meet)
       m_.block([this] { return met_ == 2; }, [] { return std::string("the other role"); });
     if (m_.temper.flaw != Flaw::deaf_meet) r.seen.join(met_clock_);
   }
@@ -256,6 +266,18 @@ class Model {
     r.phase = Role::Phase::steps;
     for (int i = 0; i < behaves.steps(); ++i) behaves.step(i);
     end(r, behaves);
+  }
+  template <class G, class C>
+  void live_in_turn(int lag, G& gather, C& consume) {
+    as(reader()), consume.open();
+    as(gatherer()), gather.open();
+    reader().phase = gatherer().phase = Role::Phase::steps;
+    for (int i = 0, last = std::max(consume.steps(), gather.steps() + lag); i < last; ++i) {
+      if (i < consume.steps()) as(reader()), consume.step(i);
+      if (i >= lag && i - lag < gather.steps()) as(gatherer()), gather.step(i - lag);
+    }
+    end(reader(), consume);
+    end(gatherer(), gather);
   }
   template <class R>
   void end(Role& r, R& behaves) {
