@@ -50,10 +50,11 @@ class Communicator:
     `group`: a torch process group, a device mesh of one dim, None for the default group; or a torch Store together with `rank` and `ranks`.
     `device`: "cpu", or a GPU of this rank's own; "cuda" is the current one. `timeout`: seconds a call waits for a peer before it fails with
     StallError on every rank. `setup_timeout`: the same for making the communicator. `heap_bytes`: room for empty(), the same on every rank.
-    `teams`: workers a call is dealt to; on the CPU one thread does the work of all, on a GPU each is a block, or two where a call is large and
-    `teams` is None: then tuning chooses how many, up to 32; on the CPU it is 1. `scratch`: other sizes of the inbox than the device's, `teams` among
-    them; they decide which regime a call takes. `tuning`: another table than the device's. `granted_results`: what exchange() and redistribute()
-    make themselves comes from the heap while it has room, so that peers write it directly; the same on every rank, and so is what lives of it.
+    `teams`: workers a call is dealt to; on the CPU one thread does the work of all, on a GPU each is a block, or two or three where a call is large
+    and `teams` is None: then tuning chooses how many, up to 32; on the CPU it is 1. `scratch`: other sizes of the inbox than the device's, `teams`
+    among them; they decide which regime a call takes. `tuning`: another table than the device's. `granted_results`: what exchange() and
+    redistribute() make themselves comes from the heap while it has room, so that peers write it directly; the same on every rank, and so is what
+    lives of it.
 
     On a GPU a call returns when it is enqueued on the current stream; one stream at a time, and where it changes an event keeps the order. What
     fails then shows at the next call and at check(). A call can be captured into a CUDA graph once it has been made before, or by plan(). Replays

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from purlin_diffusion.compiler import paused_compiler
+from purlin_diffusion.glance import Watch
 from purlin_diffusion.graph.counts import GraphCounts
 from purlin_diffusion.graph.key import Key, key_of
 from purlin_diffusion.graph.recorder import Pool
@@ -20,7 +21,6 @@ from purlin_diffusion.graph.store import Limits, Store, Wish
 from purlin_diffusion.graph.take import Take
 from purlin_diffusion.inputs import Carriers, tell
 from purlin_diffusion.sharded import Memo, ShardedModel
-from purlin_diffusion.watch import Watch
 
 _OFF = Key((), ())
 _NO_ROOM = "its recordings take too much memory"

@@ -22,6 +22,7 @@ from purlin_diffusion.compiler import compiled_anyway, is_compiled
 from purlin_diffusion.config import ParallelConfig
 from purlin_diffusion.counters import Counters
 from purlin_diffusion.errors import RankError
+from purlin_diffusion.glance import Watch
 from purlin_diffusion.graph.key import Key
 from purlin_diffusion.graph.policy import Graphs, of_plan, of_threads
 from purlin_diffusion.graph.store import Wish, one_line
@@ -31,7 +32,6 @@ from purlin_diffusion.plan import Plan
 from purlin_diffusion.route import Opened, Route, open_local
 from purlin_diffusion.session import refuse_gradients
 from purlin_diffusion.sharded import ShardedModel
-from purlin_diffusion.watch import Watch
 from purlin_diffusion.workers import Ambience, intra_op_threads, same_kernels, same_threads
 
 END_SECONDS = 10.0  # how long ranks may take to notice that another has left

@@ -336,9 +336,8 @@ def test_ranks_that_bring_a_communicator_each_of_one_world_stay_eager_and_say_wh
 # ---- a GPU a rank ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["gather_kv", "ulysses"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("two_gpus")
 def test_threads_with_a_gpu_each_record_each(family: str, mode: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     pipe = built(family)
     one = draw(pipe, num_inference_steps=STEPS)
     handle = parallelize(pipe, ParallelConfig(attention=mode, graph=True, timeout=60), devices=2)
@@ -369,9 +368,8 @@ def in_a_process(family: str, wanted: str, backend: str) -> tuple[float, tuple[i
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["purlin", "torch"])
 @pytest.mark.parametrize("family", ["flux", "sd3"])
+@pytest.mark.usefixtures("two_gpus")
 def test_processes_with_a_gpu_each_record_alike(family: str, backend: str, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     file = tmp_path / "one.pt"
     torch.save(draw(built(family), num_inference_steps=STEPS), file)
     for worst, counts, text in launch(in_a_process, 2, family, str(file), backend):

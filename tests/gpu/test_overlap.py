@@ -39,12 +39,6 @@ def _exact_convolutions() -> Iterator[None]:
     torch.backends.cudnn.allow_tf32 = before
 
 
-@pytest.fixture
-def two_gpus() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-
-
 def opened(world: LocalWorld) -> list[Beside]:
     return [Beside(comm, 0, comm.device) for comm in world.communicators]
 

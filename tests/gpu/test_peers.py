@@ -22,11 +22,6 @@ pytestmark = pytest.mark.gpu
 SIZES = (3, 1000, 100_000, 3_000_001)
 
 
-def two_gpus() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-
-
 def shard(rank: int, size: int) -> Tensor:
     return random_tensor((size,), torch.int32, 1000 * rank + size)
 
@@ -57,8 +52,8 @@ def collectives(comm: Communicator) -> str:
 HEAP = 5 * 4 * max(SIZES) + (1 << 20)
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_threads_with_a_gpu_each() -> None:
-    two_gpus()
     with LocalWorld(2, ["cuda:0", "cuda:1"], heap_bytes=HEAP, timeout=TIMEOUT) as world:
         assert world.run(collectives) == ["cuda:0", "cuda:1"]
 
@@ -75,8 +70,8 @@ def in_a_process(rank: int, meeting: Meeting, environment: dict[str, str]) -> st
     [{}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, {"CUDA_VISIBLE_DEVICES": "{rank}"}],
     ids=["plain", "expandable", "one visible"],
 )
+@pytest.mark.usefixtures("two_gpus")
 def test_processes_with_a_gpu_each(environment: dict[str, str], tmp_path: Path) -> None:
-    two_gpus()
     with Meeting.of(2, tmp_path) as meeting, Processes(2, in_a_process, meeting, environment) as processes:
         answers = processes.answers()
     assert answers == (["cuda:0"] * 2 if "CUDA_VISIBLE_DEVICES" in environment else ["cuda:0", "cuda:1"])
@@ -98,8 +93,8 @@ def lives(rank: int, meeting: Meeting) -> tuple[float, str]:
     return 0.0, "no error"
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_the_death_of_a_process_is_known_by_name(tmp_path: Path) -> None:
-    two_gpus()
     with Meeting.of(2, tmp_path) as meeting, Processes(2, lives, meeting) as processes:
         meeting.await_mark("ready")
         time.sleep(0.05)

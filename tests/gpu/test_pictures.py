@@ -301,12 +301,6 @@ def test_latency_has_a_row_for_purlin_and_says_why_not_for_torch(
 
 
 # ---- a GPU a rank ----------------------------------------------------------------------------------------------------
-@pytest.fixture
-def two_gpus() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-
-
 @pytest.mark.parametrize("backend", ["purlin", "torch"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)

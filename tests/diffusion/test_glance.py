@@ -15,10 +15,10 @@ from accelerate.hooks import add_hook_to_module
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
-import purlin_diffusion.watch
+import purlin_diffusion.glance
 from purlin_core._cpu import identities
+from purlin_diffusion.glance import Watch
 from purlin_diffusion.graph.state import state_of
-from purlin_diffusion.watch import Watch
 
 Change = Callable[[Any], Any]
 
@@ -233,7 +233,7 @@ def test_what_lies_where_something_else_lay_is_another(name: str) -> None:
 def test_a_model_that_stands_still_is_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
     m = model()
     watch = watching(m)
-    monkeypatch.setattr(purlin_diffusion.watch, "state_of", None)
+    monkeypatch.setattr(purlin_diffusion.glance, "state_of", None)
     for _ in range(5):
         m[1](torch.zeros(3))
         watch.state(m)
@@ -241,7 +241,7 @@ def test_a_model_that_stands_still_is_not_walked(monkeypatch: pytest.MonkeyPatch
 
 def test_a_model_that_always_changes_is_not_glanced_at(monkeypatch: pytest.MonkeyPatch) -> None:
     m, watch = model(), Watch()
-    monkeypatch.setattr(purlin_diffusion.watch, "Glance", None)
+    monkeypatch.setattr(purlin_diffusion.glance, "Glance", None)
     for i in range(5):
         m[0].scale = i
         assert watch.state(m) == state_of(m)
