@@ -1,7 +1,8 @@
 """One more call, watched: how much of a step goes to exchanges, and when.
 
 On a GPU torch's profiler watches, and an exchange is its kernel, ours or NCCL's, by name; it sees, too, where the host waits for the GPU. On a CPU a
-clock around each call of the carrier is enough, which has the time in it that is spent waiting for other ranks; only ours can be seen there.
+clock around each call of the carrier is enough, which has the time in it that is spent waiting for other ranks; only ours can be seen there. Each
+step of a watched call ends when the GPU has done it, though no other call's does: so what runs between two ends is one step's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-from purlin_diffusion.commands.picture import CLOCK
+from purlin_diffusion.commands.picture import CLOCK, no_wait, wait_for
 from purlin_diffusion.commands.timing.steps import around_steps
 
 STEP, EXCHANGE = "purlin_diffusion: step", "purlin_diffusion: exchange"
@@ -75,7 +76,7 @@ def watched_cpu(draw: Callable[[], Any], pipe: Any, handle: Any) -> tuple[Any, l
         yield
         events.append(Event(name, start * 1e3, time.perf_counter() * 1e3))
 
-    with marked_steps(pipe, mark), marked_exchanges(handle, mark):
+    with marked_steps(pipe, mark, no_wait), marked_exchanges(handle, mark):
         return draw(), events
 
 
@@ -83,7 +84,7 @@ def watched_gpu(draw: Callable[[], Any], pipe: Any, handle: Any) -> tuple[Any, l
     from torch.profiler import ProfilerActivity, profile, record_function
 
     with (
-        marked_steps(pipe, record_function),
+        marked_steps(pipe, record_function, wait_for(pipe)),
         profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler,
     ):
         drawn = draw()
@@ -103,12 +104,14 @@ def from_torch(events: Sequence[Any], gpu: int) -> Iterator[Event]:
 
 
 @contextmanager
-def marked_steps(pipe: Any, mark: Mark) -> Iterator[None]:
-    """Let each step of the scheduler leave an event."""
+def marked_steps(pipe: Any, mark: Mark, wait: Callable[[], None]) -> Iterator[None]:
+    """Let each step of the scheduler leave an event, which ends when wait() has returned."""
 
     def marked(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with mark(STEP):
-            return step(*args, **kwargs)
+            result = step(*args, **kwargs)
+            wait()
+        return result
 
     with around_steps(pipe, marked):
         yield

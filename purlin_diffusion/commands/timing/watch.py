@@ -1,4 +1,5 @@
-"""What a step costs the host: until all of it is launched, and what it allocates. One call more, without a profiler, which would slow the host."""
+"""What a step costs the host: until all of it is launched, and what it allocates. One call more, without a profiler, which would slow the host. Each
+step begins with an idle GPU: a host that has run ahead would stand before a full queue, and that is no cost of launching."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from purlin_diffusion.commands.picture import wait_for
 from purlin_diffusion.commands.timing.steps import around_steps
 
 WAIT = "synchronize"  # of torch.cuda, its streams and its events
@@ -42,11 +44,13 @@ def watched_host(draw: Callable[[], Any], pipe: Any, *, gpu: bool) -> tuple[Any,
         return draw(), None
     begun: list[_Moment] = []
     ended: list[_Moment] = []
+    wait = wait_for(pipe)
     with waits() as waited:
 
         def look(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             begun.append(_here(pipe.device, waited, last=False))
             result = step(*args, **kwargs)
+            wait()
             ended.append(_here(pipe.device, waited, last=True))
             return result
 
