@@ -61,6 +61,14 @@ def check_heap_bytes(call: str, heap_bytes: Any) -> None:
         raise ShapeError(f"{call}: `heap_bytes` needs to be from 0 to 2**46; got {heap_bytes}.")
 
 
+def check_budget(blocks: Any) -> None:
+    """Blocks of a GPU."""
+    if not isinstance(blocks, int) or isinstance(blocks, bool):
+        raise _wrong("budget", "blocks", "an integer", blocks)
+    if blocks < 1:
+        raise ShapeError(f"budget: `blocks` needs to be 1 or more; got {blocks}.")
+
+
 def check_empty(shape: Any, dtype: Any) -> None:
     """Extents, or one of them, and a dtype."""
     extents = (shape,) if isinstance(shape, int) else shape

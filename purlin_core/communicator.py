@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from purlin_core import ops
-from purlin_core.arguments import check_empty, check_heap_bytes, check_memory, check_sequence, check_shares, check_types
+from purlin_core.arguments import (
+    check_budget,
+    check_empty,
+    check_heap_bytes,
+    check_memory,
+    check_sequence,
+    check_shares,
+    check_types,
+)
 from purlin_core.atom import atom_of
 from purlin_core.canary import poison
 from purlin_core.collectives import as_spec, halo_spec, rows_of
@@ -97,6 +105,7 @@ class Communicator:
         self._tuning = tuning or self._atom.tuning
         self._blocks = teams or self._atom.processors // sharing
         self._granted_results = bool(granted_results)
+        self._budget = 0  # blocks of a call, inside budget()
         # what barrier() moves
         self._marks = tuple(torch.zeros(n, dtype=torch.uint8, device=self.device) for n in (self.ranks, 1))
         self._opened = 0
@@ -210,10 +219,10 @@ class Communicator:
     ) -> Tensor:
         shares = tuple(None if sizes is None else tuple(sizes) for sizes in (out_sizes, in_sizes))
         facts, (at, to) = facts_of((x, out))
-        key = ("all_to_all_single", shares, facts)
+        key = ("all_to_all_single", shares, self._budget, facts)
         prepared = self._plans.get(key)
         if prepared is None:
-            asked = Asked("all_to_all_single", "", (), "sum", "", self.device, granted=False)
+            asked = Asked("all_to_all_single", "", (), "sum", "", self.device, False, self._budget)
             make = partial(prepare_all_to_all, self._tie.site, asked, x, out, *shares)
             prepared = self._planned(key, "all_to_all_single", make)
         self._run(prepared, (x,), (out,), [at], [to], key)
@@ -231,6 +240,19 @@ class Communicator:
         """Return when every rank has called it. On a GPU the stream waits for that, not the host."""
         out, x = self._marks
         self._into("barrier", out, x, None, "sum")
+
+    @contextmanager
+    def budget(self, blocks: int) -> Iterator[None]:
+        """Calls (and plans) inside take at most `blocks` blocks of a GPU each, the same on every rank, and leave the rest to what runs beside them.
+
+        One of the largest needs 8 to 16 for most of what the link gives. On the CPU nothing changes. Raises ShapeError unless `blocks` is 1 or more.
+        """
+        check_budget(blocks)
+        before, self._budget = self._budget, blocks
+        try:
+            yield
+        finally:
+            self._budget = before
 
     # ---- memory and what is known of calls
 
@@ -272,9 +294,19 @@ class Communicator:
         check_types("plan", tensors, out, specs, sizes, op=op, tag=tag)
         texts = specs if isinstance(specs, str) else tuple(specs)
         granted = out is not None and self._tie.heap.holds_all(out)
-        asked = Asked(call, texts, freeze_sizes(sizes), op, tag, self.device, granted)
+        asked = Asked(call, texts, freeze_sizes(sizes), op, tag, self.device, granted, self._budget)
         wanted = None if out is None else facts_of(out)[0]
-        key = (call, texts, asked.sizes, op, tag, granted, facts_of(tensors)[0], wanted)  # as _call() has it
+        key = (
+            call,
+            texts,
+            asked.sizes,
+            op,
+            tag,
+            self._budget,
+            granted,
+            facts_of(tensors)[0],
+            wanted,
+        )  # as _call() has it
         return self._plans.get(key) or self._plan_call(key, asked, tensors, out)
 
     def stats(self) -> Stats:
@@ -346,7 +378,7 @@ class Communicator:
         try:
             facts, (at, to) = facts_of((x, out))
             heap, rows = self._tie.heap, None if sizes is None else tuple(sizes)
-            key = (call, op, rows, heap.lo <= to < heap.hi, out is x, facts)
+            key = (call, op, rows, self._budget, heap.lo <= to < heap.hi, out is x, facts)
             prepared = self._plans.get(key)
             if prepared is None:
                 prepared = self._planned(key, call, partial(self._prepare_into, call, out, x, sizes, op))
@@ -359,7 +391,7 @@ class Communicator:
     def _prepare_into(self, call: str, out: Tensor, x: Tensor, sizes: Sequence[int] | None, op: Op) -> Prepared:
         granted = self._tie.heap.holds_all([out])
         spec, shaped, into = as_spec(call, x, out, self.ranks)
-        asked = Asked(call, spec, freeze_sizes(rows_of("d0", sizes)), op, "", self.device, granted)
+        asked = Asked(call, spec, freeze_sizes(rows_of("d0", sizes)), op, "", self.device, granted, self._budget)
         prepared = prepare(self._tie.site, asked, [shaped], [into])
         if out is x:
             to = address_of(out)
@@ -379,10 +411,10 @@ class Communicator:
         facts, at = facts_of(tensors)
         wanted, to = (None, None) if out is None else facts_of(out)
         granted = out is not None and self._tie.heap.holds_all(out)
-        key = (call, specs, sizes, op, tag, granted, facts, wanted)
+        key = (call, specs, sizes, op, tag, self._budget, granted, facts, wanted)
         prepared = self._plans.get(key)
         if prepared is None:
-            asked = Asked(call, specs, sizes, op, tag, self.device, granted)
+            asked = Asked(call, specs, sizes, op, tag, self.device, granted, self._budget)
             prepared = self._plan_call(key, asked, tensors, out)
         if out is None:
             if are_granted(prepared):
@@ -401,8 +433,8 @@ class Communicator:
         """Granted results; without room another plan, and ordinary ones."""
         results = in_heap(prepared, tensors, self._tie.heap)
         if results is None:
-            call, specs, sizes, op, tag = key[:5]
-            asked = Asked(call, specs, sizes, op, tag, self.device, granted=False)
+            call, specs, sizes, op, tag, budget = key[:6]
+            asked = Asked(call, specs, sizes, op, tag, self.device, False, budget)
             key = (key, "ordinary")
             plan = partial(prepare, self._tie.site, asked, tensors, None)
             prepared = self._plans.get(key) or self._planned(key, call, plan)

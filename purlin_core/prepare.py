@@ -69,6 +69,14 @@ class Site:
             plan: _cpu.Plan = self.atom.native.Plan(self.geometry, **arguments)
         return plan
 
+    def within(self, budget: int) -> Site:
+        """The same with as many blocks a call. 0, or no GPU: as it is."""
+        if not budget or not self.tuning.gpu:
+            return self
+        return replace(
+            self, blocks=min(self.blocks, budget), scratch=replace(self.scratch, teams=min(self.scratch.teams, budget))
+        )
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -81,6 +89,7 @@ class Asked:
     tag: str
     device: torch.device
     granted: bool  # the outputs lie in the heap
+    budget: int = 0  # blocks of a GPU that the call may take; 0: as many as tuning likes
 
 
 @dataclass
@@ -118,6 +127,7 @@ class Prepared:
 
 def prepare(site: Site, asked: Asked, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> Prepared:
     """Plan a call of specs. Raises SpecError, ShapeError, DtypeError, DeviceError, AliasError; touches no channel."""
+    site = site.within(asked.budget)
     operands, inputs, outputs = _operands(site, asked, tensors, out)
     moves = plan_moves(operands, site.rank, site.ranks, call=asked.call)
     largest = largest_message(operands, site.rank, site.ranks, call=asked.call)
@@ -159,6 +169,7 @@ def prepare_all_to_all(
         in_sizes=in_sizes,
         out_sizes=out_sizes,
     )
+    site = site.within(asked.budget)
     why = "no rank knows the sizes between the others"
     schedule = Schedule(Regime.STAGED, site.scratch.teams, site.scratch.slots // 2, why)
     if site.tuning.gpu:

@@ -9,8 +9,9 @@ ends, and a capture, with all streams joined.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from purlin_diffusion.config import Overlap
 # Keys and values a rank. Half of them move beside attention: of 4 MiB, 7 us at 300 GB/s, and about that takes what one part does not need: another
 # launch, the streams that wait for each other, the outputs laid side by side.
 LEAST_BYTES = 4 << 20
+BLOCKS = 16  # of a GPU: with more the exchange ends sooner, and attention, which lacks them, later
 HIGH = -1  # priority of a stream: blocks of an exchange go before those of an attention that wait for a place
 
 
@@ -66,10 +68,15 @@ class Beside(Around):
         if self._side is None:
             self._side = torch.cuda.Stream(self._device, priority=HIGH)  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._side), self._budget():
             results = self._carrier.exchange(tensors, specs, sizes=sizes)
         self._under_way.append(self._side.record_event())
         return Moving(tensors, results, self._under_way[-1])
+
+    def _budget(self) -> AbstractContextManager[None]:
+        """The first that is under way is waited for, and may have the GPU; what comes behind it leaves the GPU to attention."""
+        communicator = cast(Communicator, self._carrier)  # who else has a side stream
+        return communicator.budget(BLOCKS) if self._under_way else nullcontext()
 
     def arrived(self, moving: Moving) -> list[Tensor]:
         """The results of an exchange, behind which the current stream is from now on."""

@@ -130,6 +130,7 @@ BAD = {
     "copy onto itself": Bad(AliasError, ("`out`", "`x`"), onto_itself_of_a_copy),
     "expanded output": Bad(AliasError, ("memory of its own for each element",), lambda c: c.redistribute(f(4), "n@ -> n", out=f(1).expand(12))),
     "expanded sum in place": Bad(AliasError, ("memory of its own for each element",), lambda c: c.all_reduce(f(1).expand(4))),
+    "no blocks": Bad(ShapeError, ("budget", "blocks", "got 0"), lambda c: c.budget(0).__enter__()),
     "heap too small": Bad(ShapeError, ("empty", "heap_bytes", "reserve()"), lambda c: c.empty((1 << 20,))),
 }  # fmt: skip
 
@@ -260,6 +261,7 @@ WRONG_TYPES = {
     "a shape as a word": lambda c: c.empty("x"),
     "a shape as a float": lambda c: c.empty(2.5),
     "a dtype as a word": lambda c: c.empty(2, "float32"),
+    "blocks as a float": lambda c: c.budget(8.0).__enter__(),  # type: ignore[arg-type]
     "a heap as a word": lambda c: c.reserve("x"),
     "a heap as a float": lambda c: c.reserve(1.5),
 }

@@ -12,6 +12,7 @@ import pytest
 from purlin_core import _cpu
 from purlin_core.errors import SetupError
 from purlin_core.moves import Kind
+from purlin_core.prepare import Site
 from purlin_core.tune import (
     CUDA_PACKET_BYTES,
     MIB,
@@ -133,6 +134,23 @@ def test_each_role_of_a_team_has_a_block_where_messages_are_large_and_all_find_r
             assert schedule.parts == (roles if large and roles * schedule.teams <= blocks else 1)
             assert schedule.ctas <= max(blocks, schedule.teams)
     assert chosen(RULES, 2, SIZES[-1], name=name, granted=granted, blocks=132).parts > 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("granted", [False, True])
+def test_within_a_budget_no_call_takes_more_blocks(name: str, granted: bool) -> None:
+    nothing: Any = None
+    site = Site(0, 2, cuda_scratch(2), nothing, nothing, RULES, blocks=132)
+    for budget in (1, 3, 8, 16, 64, 500):
+        few = site.within(budget)
+        for size in SIZES:
+            asked = {"largest": size, "granted": granted, "name": name, "ranks": 2}
+            schedule = choose(RULES, CALLS[name], few.scratch, blocks=few.blocks, **asked)
+            assert schedule.ctas <= budget
+            if schedule.regime is Regime.PACKET:
+                assert size <= schedule.teams * few.scratch.window_bytes
+    assert site.within(0) is site
+    assert replace(site, tuning=Tuning("")).within(1).scratch == site.scratch  # no GPU
 
 
 @pytest.mark.parametrize("granted", [False, True])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ from purlin_diffusion import beside as beside_module
 from purlin_diffusion.attention.layout import parse_layout
 from purlin_diffusion.attention.sharded import sharded_attention
 from purlin_diffusion.attention.task import DISPATCH, TORCH, Form
-from purlin_diffusion.beside import LEAST_BYTES, Beside, beside, beside_of
+from purlin_diffusion.beside import BLOCKS, LEAST_BYTES, Beside, beside, beside_of
 from purlin_diffusion.compiled import Sharding, running
 from tests.diffusion.conftest import TOLERANCE
 from tests.diffusion.test_attention import WIDTH, Case, divided, noise
@@ -398,15 +399,23 @@ class Numbered:
     rank, ranks = 0, 2
 
     def __init__(self, told: Told) -> None:
-        self.told, self.calls = told, 0
+        self.told, self.calls, self.few = told, 0, ""
 
     def exchange(self, tensors: Sequence[Tensor], *_: Any, **__: Any) -> list[Tensor]:
         self.calls += 1
-        self.told.log.append(f"{self.calls} on {self.told.current.name}")
+        self.told.log.append(f"{self.calls} on {self.told.current.name}{self.few}")
         return list(tensors)
 
+    @contextmanager
+    def budget(self, blocks: int) -> Iterator[None]:
+        self.few = f", {blocks} blocks"
+        yield
+        self.few = ""
 
-def test_what_moves_waits_for_what_was_launched_and_who_reads_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_what_moves_waits_for_what_was_launched_who_reads_waits_for_it_and_the_second_takes_few_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told = Told(monkeypatch)
     carrier: Any = Numbered(told)
     side = Beside(carrier, 0, torch.device("cuda", 1))
@@ -417,8 +426,8 @@ def test_what_moves_waits_for_what_was_launched_and_who_reads_waits_for_it(monke
         told.log.append("attention")
     assert told.log == [
         "made on cuda:1",
-        *("side waits for main", "1 on side", "side waits for main", "2 on side"),
-        *("main waits for 1 on side", "attention", "main waits for 2 on side", "attention"),
+        *("side waits for main", "1 on side", "side waits for main", f"2 on side, {BLOCKS} blocks"),
+        *("main waits for 1 on side", "attention", f"main waits for 2 on side, {BLOCKS} blocks", "attention"),
     ]
     assert told.current is told.main
 
@@ -434,8 +443,8 @@ def test_two_exchanges_never_run_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         side.arrived(each)
     side.redistribute(x, "n@ -> n")
     assert told.log[5:] == [
-        *("main waits for 2 on side", "3 on main"),
-        *("main waits for 1 on side", "main waits for 2 on side", "4 on main"),
+        *(f"main waits for 2 on side, {BLOCKS} blocks", "3 on main"),
+        *("main waits for 1 on side", f"main waits for 2 on side, {BLOCKS} blocks", "4 on main"),
     ]
 
 

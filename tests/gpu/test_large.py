@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from purlin_core import Communicator
+from purlin_core import Communicator, MismatchError
 from purlin_core.spec import Spec
-from tests.core.worlds import random_tensor, same_bits
+from tests.core.worlds import errors_of, random_tensor, same_bits
 from tests.gpu.devices import DEVICE, gpu_world, settled
 
 pytestmark = pytest.mark.gpu
@@ -78,6 +78,37 @@ def test_large_calls_in_place(granted: bool) -> None:
         for whole, total in results:
             assert same_bits(whole.cpu(), torch.cat(xs))
             assert same_bits(total.cpu(), xs[0] + xs[1])
+
+
+@pytest.mark.parametrize("blocks", [1, 8, 17])
+def test_calls_within_a_budget_take_no_more_blocks_and_move_the_same_bytes(blocks: int) -> None:
+    with gpu_world(2, heap_bytes=64 << 20) as world:
+        xs = [random_tensor((ROWS, WIDTH), torch.int16, rank) for rank in range(2)]
+
+        def call(comm: Communicator) -> list[Tensor]:
+            mine, out = xs[comm.rank].to(comm.device), comm.empty((2 * ROWS, WIDTH), torch.int16)
+            with comm.budget(blocks):
+                assert comm.plan([mine], "r@ c -> r c").schedule.ctas <= blocks
+                few = comm.redistribute(mine, "r@ c -> r c")
+                comm.all_gather_into_tensor(out, mine)
+            return [few, out, comm.redistribute(mine, "r@ c -> r c")]
+
+        results = world.run(call)
+        settled(world)
+        assert all(same_bits(whole.cpu(), torch.cat(xs)) for wholes in results for whole in wholes)
+
+
+def test_ranks_with_different_budgets_are_named() -> None:
+    with gpu_world(2) as world:
+        x = torch.zeros(ROWS, WIDTH, dtype=torch.int16, device=DEVICE)
+
+        def call(comm: Communicator) -> None:
+            with comm.budget(4 + comm.rank):
+                comm.redistribute(x, "r@ c -> r c")
+            torch.cuda.synchronize()
+            comm.check()
+
+        assert all(type(error) is MismatchError for error in errors_of(world, call))
 
 
 def test_explicit_teams_are_a_budget_of_blocks() -> None:
