@@ -18,7 +18,7 @@ from purlin_diffusion.commands.timing.rows import Result
 from purlin_diffusion.commands.timing.visit import Visit
 
 TINY = ("--device", "cpu", "--model", "tiny:flux", "--steps", "2", "--seed", "3", "--height", "48", "--width", "64")
-NAMES = ("1 rank", "accelerate device_map", "accelerate split prompts", "diffusers ulysses", "diffusers ring")
+NAMES = ("1 rank", "accelerate device_map", "accelerate split prompts", "diffusers ulysses", "diffusers ring (cuDNN)")
 OURS = ("ours over torch", "ours")
 ASKED = Asked(repeats=1, warmup=1, hows=("eager",))
 

@@ -159,7 +159,7 @@ def test_one_rank_alone_says_what_it_lacks() -> None:
     options, asked = read(*TINY)
     result = timed(options, replace(asked, repeats=1))
     assert [row.mode.kind for row in result.measured] == ["alone"]
-    assert "needs 2 ranks" in by_mode(result)["diffusers ring"].cannot
+    assert "needs 2 ranks" in by_mode(result)["diffusers ring (cuDNN)"].cannot
     assert "graphs" in by_mode(result)["ours"].cannot
 
 

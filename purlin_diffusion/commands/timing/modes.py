@@ -85,7 +85,7 @@ def rivals(options: Options, how: str) -> list[Mode]:
         Mode("accelerate device_map", "balanced", "accelerate", how, ranks),
         Mode("accelerate split prompts", "split", "accelerate", how, ranks),
         Mode("diffusers ulysses", "context", "ulysses", how, ranks),
-        Mode("diffusers ring", "context", "ring", how, ranks),
+        Mode("diffusers ring (cuDNN)", "context", "ring", how, ranks),
     ]
 
 

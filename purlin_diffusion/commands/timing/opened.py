@@ -21,6 +21,9 @@ from purlin_diffusion.commands.ranks import places
 from purlin_diffusion.commands.timing.modes import Mode
 
 SHM = Path("/dev/shm")  # where a pipeline is written faster than on a disk, if it fits
+RING_ATTENTION = (
+    "_native_cudnn"  # of those in torch the one that gives what a ring adds up by; diffusers' default does not
+)
 MOST_GRAPHS = 64  # of the code of one block, in all modes and sizes
 
 
@@ -159,6 +162,8 @@ def context_parallel(pipe: Any, mode: Mode) -> None:
     from diffusers import ContextParallelConfig
 
     for _, model in named_denoisers(pipe):
+        if mode.backend == "ring":
+            model.set_attention_backend(RING_ATTENTION)
         model.enable_parallelism(config=ContextParallelConfig(**{f"{mode.backend}_degree": mode.ranks}))
 
 
