@@ -37,7 +37,7 @@ class ParallelConfig:
 
     cfg, sequence, tensor, patch: ranks along each axis; None chooses.
     attention: how sharded tokens meet at an attention. `gather_kv` moves keys and values once; `ulysses` moves tokens to heads and back.
-    overlap: `gather_kv` exchanges the keys and values of half the heads while the others attend. "auto": where each rank has a GPU of its own, from
+    overlap: `gather_kv` exchanges the keys and values of most heads while the first attend. "auto": where each rank has a GPU of its own, from
     4 MiB a rank on; True: wherever there are two heads. Heads are computed as before. False, for it took longer between two H200 over NVLink: what an
     exchange takes of a GPU, attention lacks.
     patch_mode, warmup_steps: for UNets in patch mode. vae: the VAE's decode, too, is made faster: under a graph.

@@ -1,7 +1,7 @@
 """gather_kv: queries stay, one exchange brings all keys and values to every rank, in the order one GPU has.
 
-Heads know nothing of each other. So where the carrier can exchange beside other work there are two exchanges, of half the heads each, and the second
-moves while the first heads attend.
+Heads know nothing of each other. So where the carrier can exchange beside other work there are two exchanges, of a quarter of the heads and of all
+others, and the second moves while the first heads attend.
 """
 
 from __future__ import annotations
@@ -54,21 +54,23 @@ def _in_two(
     if mask is not None and shape is not None:
         mask = _my_mask(mask, shape, task)
     by_head = shape is not None and shape.heads
-    halves, group = _halves(k.shape[2]), q.shape[2] // k.shape[2]
+    parts, group = _parts(k.shape[2]), q.shape[2] // k.shape[2]
     specs, sizes = _specs(task), task.keys.sizes()
-    moving = [start(beside, [k, v], half, specs, sizes) for half in halves]
+    moving = [start(beside, [k, v], part, specs, sizes) for part in parts]
     outs: list[Tensor] = []
-    for half, each in zip(halves, moving, strict=True):
-        keys, values = arrived(beside, each, [k, v], half, specs, sizes, after=outs or [q])
-        queries = half.times(group)
+    for part, each in zip(parts, moving, strict=True):
+        keys, values = arrived(beside, each, [k, v], part, specs, sizes, after=outs or [q])
+        queries = part.times(group)
         theirs = queries.of(mask, -3) if mask is not None and by_head else mask
         outs.append(task.attend(queries.of(q, 2), keys, values, theirs))
     return torch.cat(outs, 2)
 
 
-def _halves(heads: int) -> tuple[Heads, Heads]:
-    """Of an odd count the first has fewer: it is waited for."""
-    first = heads // 2
+def _parts(heads: int) -> tuple[Heads, Heads]:
+    """The first is waited for, so it is the smaller one; but its heads have to attend for as long as the second moves. At 1024 FLUX.1 attends to a
+    quarter of its heads for some 60 us, and all other keys and values move in 75 at 300 GB/s; at 2048 attention has four times as long.
+    """
+    first = max(1, heads // 4)
     return Heads(0, first), Heads(first, heads - first)
 
 

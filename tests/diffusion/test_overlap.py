@@ -342,7 +342,7 @@ def test_a_peer_that_leaves_between_is_told() -> None:
                 raise RuntimeError("out of glue")
             try:
                 division = divided(2, s=2)
-                x = torch.zeros(2, 1, 4, WIDTH)
+                x = torch.zeros(2, 1, 8, WIDTH)
                 sharding = Sharding(in_two(comm), division, "gather_kv")
                 sharded_attention(x, x, x, None, parse_layout("s@"), lambda q, *_: q, sharding=sharding)
             except PeerError as error:
