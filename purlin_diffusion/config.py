@@ -36,6 +36,9 @@ class ParallelConfig:
     """How to spread a denoiser over ranks.
 
     cfg, sequence, tensor, patch: ranks along each axis; None chooses.
+    cfg: 2: where a pipeline puts both halves of guidance into one batch (SD3), each of two ranks computes one, and only the output moves; a call
+    whose batch is odd, as skip-layer guidance makes one, is cut by tokens, and so are all with attention processors that may mix rows of a batch.
+    1: all calls are. None: as 2 where that can be, but as 1 where `sequence` or an `attention` was asked for: whoever names one means tokens.
     attention: how sharded tokens meet at an attention. `gather_kv` moves keys and values once; `ulysses` moves tokens to heads and back.
     overlap: `gather_kv` exchanges the keys and values of most heads while the first attend. "auto": where each rank has a GPU of its own, from
     4 MiB a rank on; True: wherever there are two heads. Heads are computed as before. False, for it took longer between two H200 over NVLink: what an
@@ -70,6 +73,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in DEGREES:
             _check_degree(name, getattr(self, name))
+        if (self.cfg or 1) > 2:
+            raise _error("cfg", "1, 2 (guidance has two halves) or None", self.cfg, "None chooses.")
         _check_word("attention", self.attention, get_args(AttentionMode))
         _check_word("overlap", self.overlap, (True, False, "auto"))
         _check_word("patch_mode", self.patch_mode, get_args(PatchMode))
@@ -94,18 +99,23 @@ class ParallelConfig:
         _refuse_unbuilt(self)
         given = prod(getattr(self, name) or 1 for name in DEGREES)
         if self.sequence is None and ranks % given == 0:
-            return Degrees(sequence=ranks // given)
+            return self._built(ranks // given)
         if given != ranks:
             asked = ", ".join(f"{name}={getattr(self, name)}" for name in DEGREES if getattr(self, name) is not None)
             raise ConfigError(
                 f"ParallelConfig: the degrees need a product of {ranks} ranks; got {asked}, which is {given}."
                 " Leave `sequence` out to have it chosen, or start as many ranks."
             )
-        return Degrees(sequence=self.sequence or 1)
+        return self._built(self.sequence or 1)
+
+    def _built(self, sequence: int) -> Degrees:
+        if self.cfg == 2 and sequence > 1:
+            raise _unbuilt(f"cfg=2 with sequence={sequence}", "cfg=2 on 2 ranks, or `sequence=` alone on any number")
+        return Degrees(cfg=self.cfg or 1, sequence=sequence)
 
 
 def _refuse_unbuilt(config: ParallelConfig) -> None:
-    for name in ("cfg", "tensor", "patch"):
+    for name in ("tensor", "patch"):
         if (getattr(config, name) or 1) > 1:
             raise _unbuilt(
                 f"{name}={getattr(config, name)}", "sequence parallelism: `sequence=`, or leave all degrees out"

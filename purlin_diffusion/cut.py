@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,20 @@ def stretch(division: Division, name: str, rank: int) -> Stretch:
     return Stretch(division.total(name), division.first(name, rank), division.local(name, rank))
 
 
+def map_entry(entry: Entry, value: Any, change: Callable[[Cut, Tensor, str], Tensor], where: str) -> Any:
+    """`value`, a tensor or any nest of them, with every tensor of which `entry` knows layouts changed; change(its entry, it, its name in errors)."""
+    if isinstance(entry, Keys):
+        if not isinstance(value, Mapping):
+            return value
+        return {
+            key: map_entry(entry.entries[key], item, change, f"{where}[{key!r}]") if key in entry.entries else item
+            for key, item in value.items()
+        }
+    if not entry.forms:
+        return value
+    return map_tensors(value, lambda x: change(entry, x, where))
+
+
 @dataclass(frozen=True)
 class Cutter:
     """Cuts for one rank by plan entries. Tensors that are cut already, and dims of size 1 beside a longer segment, pass."""
@@ -59,16 +73,7 @@ class Cutter:
 
     def value(self, entry: Entry, value: Any, where: str) -> Any:
         """`value`, a tensor or any nest of lists, tuples and dicts of them, cut as `entry` says. Raises ShapeError."""
-        if isinstance(entry, Keys):
-            if not isinstance(value, Mapping):
-                return value
-            return {
-                key: self.value(entry.entries[key], item, f"{where}[{key!r}]") if key in entry.entries else item
-                for key, item in value.items()
-            }
-        if not entry.forms:
-            return value
-        return map_tensors(value, lambda x: self._tensor(entry, x, where))
+        return map_entry(entry, value, self._tensor, where)
 
     def _tensor(self, entry: Cut, x: Tensor, where: str) -> Tensor:
         form = entry.form(x.ndim)
@@ -82,7 +87,8 @@ class Cutter:
 
     def _cut(self, x: Tensor, form: Layout, where: str) -> Tensor:
         dim = form.sharded_dim
-        assert dim is not None, "entry.py lets no other through"
+        if dim is None:  # its batch alone may be cut, see guidance.py
+            return x
         self._measure(form.dims[dim], x.shape[dim], x.device)
         stretches = self._stretches(form.dims[dim], x.shape[dim])
         tokens = sum(piece.tokens for piece in stretches)

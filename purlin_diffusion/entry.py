@@ -3,6 +3,7 @@
 "b image@ c"                  cut along dim 1; a tensor of another rank than the spec's is refused
 ("image@ c", "b image@ c")    either, by the tensor's rank
 "b (image@ *) c"              the image tokens are cut, what follows them is the same on every rank
+"b c h w"                     a root argument of which nothing is cut but rows of the batch, `b`, where guidance is halved
 "whole"                       as it is on every rank
 {"scale": "whole", ...}       a dict, key by key; other keys are refused
 """
@@ -19,6 +20,7 @@ from purlin_diffusion.errors import PlanError
 
 WHOLE = "whole"
 REST = "rest"  # what `*` is called inside a spec
+BATCH = "b"  # what a dim of the batch is called
 
 Written: TypeAlias = "str | tuple[str, ...] | Mapping[str, Written]"
 Entry: TypeAlias = "Cut | Keys"
@@ -61,12 +63,12 @@ class Keys:
         return "{" + ", ".join(f"{key}: {entry}" for key, entry in self.entries.items()) + "}"
 
 
-def parse_entry(written: Written, where: str) -> Entry:
-    """Read one entry of a plan; `where` names it in errors. Raises PlanError."""
+def parse_entry(written: Written, where: str, *, batch: bool = False) -> Entry:
+    """Read one entry of a plan; `where` names it in errors. `batch`: a layout of which only the batch may be cut is one too. Raises PlanError."""
     if isinstance(written, Mapping):
-        return Keys({key: parse_entry(value, f"{where}[{key!r}]") for key, value in written.items()})
+        return Keys({key: parse_entry(value, f"{where}[{key!r}]", batch=batch) for key, value in written.items()})
     texts = (written,) if isinstance(written, str) else tuple(written)
-    forms = tuple(_layout(text, where) for text in texts if text != WHOLE)
+    forms = tuple(layout_of(text, where, batch=batch) for text in texts if text != WHOLE)
     if len({len(form.dims) for form in forms}) < len(forms):
         raise PlanError(
             f"plan: {where} needs forms with different numbers of dims; got {texts}. A tensor's rank chooses among them."
@@ -74,7 +76,13 @@ def parse_entry(written: Written, where: str) -> Entry:
     return Cut(forms, whole=WHOLE in texts)
 
 
-def _layout(text: str, where: str) -> Layout:
+def batch_dim(form: Layout) -> int | None:
+    """The dim of `form` that is the batch's alone."""
+    return next((i for i, dim in enumerate(form.dims) if dim.names == (BATCH,)), None)
+
+
+def layout_of(text: str, where: str, *, batch: bool = False) -> Layout:
+    """One layout of a plan, see parse_entry()."""
     if any(mark in text for mark in ("->", "+", "~")):
         raise PlanError(
             f"plan: {where} needs one side of a spec, as `b image@ c`; got {text!r}. Write the sharded side alone."
@@ -84,8 +92,9 @@ def _layout(text: str, where: str) -> Layout:
         layout = Spec.parse(f"{side} -> {side.replace('@', '')}").left
     except SpecError as error:
         raise PlanError(f"plan: {where} cannot be read: {error}") from error
-    if layout.sharded_dim is None:
+    if layout.sharded_dim is None and not (batch and batch_dim(layout) is not None):
         raise PlanError(
-            f"plan: {where} needs a sharded segment, as `b image@ c`; got {text!r}. Write 'whole' for what is not cut."
+            f"plan: {where} needs a sharded segment, as `b image@ c`{', or the batch, as `b c h w`' * batch}; got {text!r}."
+            " Write 'whole' for what is not cut."
         )
     return layout

@@ -19,6 +19,7 @@ from purlin_diffusion.graph.key import Key
 from purlin_diffusion.graph.policy import Graphs, of_plan
 from purlin_diffusion.graph.store import Wish
 from purlin_diffusion.group_graphs import GroupGraphs
+from purlin_diffusion.guidance import Manner
 from purlin_diffusion.inputs import Carriers, agree, from_root
 from purlin_diffusion.placement import device_of
 from purlin_diffusion.plan import Plan
@@ -36,7 +37,7 @@ class GroupSession:
         self,
         model: nn.Module,
         plan: Plan,
-        mode: str,
+        manner: Manner,
         carriers: Carriers,
         route: Route,
         *,
@@ -55,7 +56,7 @@ class GroupSession:
         here = device_of(model)
         why = graphs.off(here, of_plan(plan), off)
         self._graphs = GroupGraphs([] if why else [graphs.pool(here)], graphs.limits, why)
-        self._sharded = ShardedModel(model, plan, carriers.device, mode, around=self._call)
+        self._sharded = ShardedModel(model, plan, carriers.device, manner, around=self._call)
 
     @property
     def carriers(self) -> Sequence[Carrier]:

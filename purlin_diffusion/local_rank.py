@@ -16,6 +16,7 @@ from purlin_diffusion.compiler import compiled_by
 from purlin_diffusion.graph.gate import Gate
 from purlin_diffusion.graph.recorder import Pool
 from purlin_diffusion.graph.take import Take
+from purlin_diffusion.guidance import Manner
 from purlin_diffusion.plan import Plan
 from purlin_diffusion.replica import Sent, replicate
 from purlin_diffusion.sharded import ShardedModel
@@ -33,11 +34,11 @@ class LocalRank:
         self._sent = Sent(root, device)
         self.replace_thread()
 
-    def hold(self, root: ShardedModel, plan: Plan, carrier: Carrier, mode: str) -> None:
+    def hold(self, root: ShardedModel, plan: Plan, carrier: Carrier, manner: Manner) -> None:
         """Take a new replica of the root's model."""
         replica = replicate(root.doors, self._sent)
         before = getattr(self, "sharded", None)
-        self.sharded = ShardedModel(replica, plan, carrier, mode, counted=before.counters() if before else None)
+        self.sharded = ShardedModel(replica, plan, carrier, manner, counted=before.counters() if before else None)
         if before is not None:
             before.close()
 

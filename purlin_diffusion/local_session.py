@@ -26,6 +26,7 @@ from purlin_diffusion.glance import Watch
 from purlin_diffusion.graph.key import Key
 from purlin_diffusion.graph.policy import Graphs, of_plan, of_threads
 from purlin_diffusion.graph.store import Wish, one_line
+from purlin_diffusion.guidance import Manner
 from purlin_diffusion.local_graphs import LocalGraphs, RootCall, Start
 from purlin_diffusion.local_rank import LocalRank
 from purlin_diffusion.plan import Plan
@@ -44,7 +45,7 @@ class LocalSession:
         self,
         model: nn.Module,
         plan: Plan,
-        mode: str,
+        manner: Manner,
         config: ParallelConfig,
         devices: Sequence[torch.device],
         graphs: Graphs,
@@ -52,7 +53,7 @@ class LocalSession:
     ) -> None:
         """`off`: why there may be no CUDA graphs, beside what the plan and the route say."""
         self.rank, self.ranks = 0, len(devices)
-        self._plan, self._mode, self._config, self._devices = plan, mode, config, devices
+        self._plan, self._manner, self._config, self._devices = plan, manner, config, devices
         self._lock = threading.RLock()
         self._closed = False
         self._started: Sequence[Future[Any]] = ()  # what workers do in this root call
@@ -64,7 +65,7 @@ class LocalSession:
         self._graphs = LocalGraphs(graphs, devices, "nothing yet", config.timeout)  # until all is well
         self._workers = [LocalRank(rank, devices[0], device) for rank, device in enumerate(devices) if rank > 0]
         try:
-            self._root = ShardedModel(model, plan, world.carriers[0], mode, around=self._call)
+            self._root = ShardedModel(model, plan, world.carriers[0], manner, around=self._call)
             self._seen: Hashable = None
             self._compiled = False  # is the model, or a module in it, so that replicas are too? As of `_seen`
             reasons = (of_plan(plan), of_threads(self.route.backend, len(devices)), off)
@@ -266,7 +267,7 @@ class LocalSession:
         self.check()  # what ran last may still read what goes
         assert self._world is not None
         for worker in self._workers:
-            worker.hold(self._root, self._plan, self._world.carriers[worker.rank], self._mode)
+            worker.hold(self._root, self._plan, self._world.carriers[worker.rank], self._manner)
         self._seen, self._compiled = seen, bool(self._workers) and is_compiled(self._root.model)
         if self._state is not None:
             self._state = self._watch.state(self._root.model)  # doors were lifted, and put back other forwards

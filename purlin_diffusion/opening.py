@@ -20,6 +20,7 @@ from purlin_diffusion.errors import ConfigError, NotBuiltError
 from purlin_diffusion.graph.decoding import decoding_of
 from purlin_diffusion.graph.policy import Graphs, of_communicator, of_compile
 from purlin_diffusion.group_session import GroupSession
+from purlin_diffusion.guidance import Manner, unhalved
 from purlin_diffusion.handle import Handle
 from purlin_diffusion.host_carrier import HostCarrier
 from purlin_diffusion.inputs import Carriers
@@ -93,14 +94,15 @@ class _Asked:
     graphs: Graphs
     off: str
 
-    def parts(self, ranks: Sequence[int]) -> Iterator[tuple[nn.Module, Plan, str]]:
-        """Each denoiser, its plan, and how its tokens meet on that many ranks."""
+    def parts(self, ranks: Sequence[int]) -> Iterator[tuple[nn.Module, Plan, Manner]]:
+        """Each denoiser, its plan, and how that many ranks share its calls."""
         for model, plan, count in zip(self.models, self.plans, ranks, strict=True):
-            yield model, plan, _mode(model, plan, self.config, count)
+            self.config.degrees(count)
+            manner = Manner(_mode(model, plan, self.config, count), unhalved(plan, self.config, count))
+            yield model, plan, manner
 
 
 def _mode(model: nn.Module, plan: Plan, config: ParallelConfig, ranks: int) -> str:
-    config.degrees(ranks)
     if config.attention != "auto":
         return config.attention
     heads = {getattr(module, "heads", 0) for path in plan.calls for _, module in modules_at(model, path)}
@@ -111,8 +113,8 @@ def _with_threads(asked: _Asked, devices: int | Sequence[torch.device | str]) ->
     places = [local_devices(model, devices) for model in asked.models]
     parts = list(asked.parts([len(place) for place in places]))
     sessions = _open(
-        partial(LocalSession, model, plan, mode, asked.config, place, asked.graphs, asked.off)
-        for (model, plan, mode), place in zip(parts, places, strict=True)
+        partial(LocalSession, model, plan, manner, asked.config, place, asked.graphs, asked.off)
+        for (model, plan, manner), place in zip(parts, places, strict=True)
     )
     return Handle(sessions, asked.config, at_undo=_nothing)
 
@@ -125,10 +127,10 @@ def _with_processes(asked: _Asked) -> Handle:
     if ours:
         dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
 
-    def join(model: nn.Module, plan: Plan, mode: str) -> Session:
+    def join(model: nn.Module, plan: Plan, manner: Manner) -> Session:
         route, carriers = open_group(asked.config, None, device)
         return GroupSession(
-            model, plan, mode, carriers, route, device=device, owned=True, graphs=asked.graphs, off=asked.off
+            model, plan, manner, carriers, route, device=device, owned=True, graphs=asked.graphs, off=asked.off
         )
 
     sessions = _open(partial(join, *part) for part in parts)
@@ -149,9 +151,9 @@ def _with_communicator(asked: _Asked, communicator: Carrier) -> Handle:
     off = asked.off or tied
     sessions = _open(
         partial(
-            GroupSession, model, plan, mode, carriers, route, device=device, owned=False, graphs=asked.graphs, off=off
+            GroupSession, model, plan, manner, carriers, route, device=device, owned=False, graphs=asked.graphs, off=off
         )
-        for model, plan, mode in list(asked.parts([communicator.ranks] * len(asked.models)))
+        for model, plan, manner in list(asked.parts([communicator.ranks] * len(asked.models)))
     )
     return Handle(sessions, asked.config, at_undo=_nothing)
 

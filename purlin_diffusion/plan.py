@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
+from purlin_core.spec import Layout
 from purlin_diffusion.attention.layout import Calls, parse_calls
-from purlin_diffusion.entry import Cut, Entry, Written, parse_entry
+from purlin_diffusion.entry import BATCH, Cut, Entry, Keys, Written, batch_dim, layout_of, parse_entry
 from purlin_diffusion.errors import PlanError
 
 Guidance = Literal["none", "batched", "calls", "silent calls"]
@@ -60,7 +61,11 @@ class Plan:
     leave: where they are made whole again: path -> layout of its output.
     attention: path -> the layouts of the attention calls inside that module, see attention/layout.py.
     refuse: argument, or "argument.key" of a dict -> Refusal.
-    cfg: how the pipelines of this class do guidance. graph: "root", "blocks", or "none: reason". blocks: the repeated classes, for compile.
+    cfg: how the pipelines of this class do guidance.
+    output: where that is "batched", the layout of what the root returns, as `b c h w`: then ranks may share the batch, and every argument in
+    `forward` that holds rows of it has a layout that names `b`. Empty: they share tokens only. rowwise: the attention processors with which they may,
+    for each row of the batch is computed by itself: classes of diffusers by name, others as "module.Name".
+    graph: "root", "blocks", or "none: reason". blocks: the repeated classes, for compile.
 
     Paths are those of named_modules; `*` stands for one name, and a last `?` says that a model may have none of them.
     Raises PlanError.
@@ -75,6 +80,8 @@ class Plan:
     leave: Mapping[str, str] = field(default_factory=dict)
     refuse: Mapping[str, Refusal] = field(default_factory=dict)
     cfg: Guidance = "none"
+    output: str = ""
+    rowwise: tuple[str, ...] = ()
     graph: str = "root"
     blocks: tuple[str, ...] = ()
 
@@ -90,11 +97,17 @@ class Plan:
             raise PlanError(
                 f"plan {self.model}: no segment is called {', '.join(sorted(unknown))}; `segments` names {sorted(known)}."
             )
+        self._check_batch(known)
 
     @cached_property
     def arguments(self) -> Mapping[str, Entry]:
         """`forward`, read."""
-        return {name: parse_entry(written, f"forward[{name!r}]") for name, written in self.forward.items()}
+        return {name: parse_entry(written, f"forward[{name!r}]", batch=True) for name, written in self.forward.items()}
+
+    @cached_property
+    def result(self) -> Layout | None:
+        """`output`, read."""
+        return layout_of(self.output, "`output`", batch=True) if self.output else None
 
     @cached_property
     def doors(self) -> tuple[Door, ...]:
@@ -111,6 +124,35 @@ class Plan:
         """`attention`, read."""
         return {path: parse_calls(texts) for path, texts in self.attention.items()}
 
+    def _check_batch(self, segments: set[str]) -> None:
+        """What is said of the batch; and that no layout without `@` was meant to cut a segment."""
+        forms = [(name, form) for name, entry in self.arguments.items() for form in _forms(entry)]
+        for name, form in forms:
+            if form.sharded_dim is None and (forgotten := segments & form.segments.keys()):
+                raise PlanError(
+                    f"plan {self.model}: forward[{name!r}] needs a sharded segment; got {str(form)!r}, which names `{forgotten.pop()}` without `@`."
+                    " Write it with its `@`, or call the dim otherwise: what has no `@` is whole but for the batch."
+                )
+        if self.result is None:
+            return
+        if self.cfg != "batched":
+            raise PlanError(
+                f"plan {self.model}: `output` joins halves of guidance in one batch; got cfg={self.cfg!r}. Leave `output` out."
+            )
+        if self.result.sharded_dim is not None or segments & self.result.segments.keys():
+            raise PlanError(
+                f"plan {self.model}: `output` needs a layout without segments, as `b c h w`; got {self.output!r}."
+            )
+        if all(batch_dim(form) is None for _, form in forms):
+            raise PlanError(
+                f"plan {self.model}: `output` has a batch, and no argument in `forward` has."
+                f" Write `{BATCH}` where its rows lie, as in `b c h w`."
+            )
+        if not self.rowwise:
+            raise PlanError(
+                f"plan {self.model}: `output` needs `rowwise`: the attention processors that compute each row of the batch by itself."
+            )
+
     def _used_segments(self) -> set[str]:
         entries = [
             *self.arguments.values(),
@@ -119,6 +161,13 @@ class Plan:
         ]
         layouts = [layout for calls in self.calls.values() for layout in calls.layouts]
         return {name for user in (*entries, *layouts) for name in user.segments}
+
+
+def _forms(entry: Entry) -> tuple[Layout, ...]:
+    """All layouts in an entry."""
+    if isinstance(entry, Keys):
+        return tuple(form for each in entry.entries.values() for form in _forms(each))
+    return entry.forms
 
 
 def _check_segment(segment: Segment) -> None:

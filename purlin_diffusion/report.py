@@ -12,6 +12,7 @@ from purlin_diffusion.beside import beside_of
 from purlin_diffusion.config import ParallelConfig
 from purlin_diffusion.graph.counts import GraphCounts
 from purlin_diffusion.graph.decoding import Decoding
+from purlin_diffusion.guidance import stranger
 from purlin_diffusion.paths import modules_at
 from purlin_diffusion.session import Session
 from purlin_diffusion.sharded import ShardedModel
@@ -27,11 +28,12 @@ def explain(session: Session, config: ParallelConfig, decoding: Decoding | None 
     sharded, ranks = session.sharded, session.ranks
     plan = sharded.plan
     lines = [
-        f"{plan.model} on {ranks} rank{'s' * (ranks > 1)}, sequence={ranks}, attention={sharded.mode} ({config.attention} was asked for)",
+        f"{plan.model} on {ranks} rank{'s' * (ranks > 1)}, {_degrees(sharded)}, attention={sharded.mode} ({config.attention} was asked for)",
         f"exchanges  {session.route}{_overlap(session)}",
         f"plan       written for diffusers {plan.written_for}; guidance: {plan.cfg}; graph: {plan.graph}",
         *_graph_lines(session),
         f"vae        whole on every rank that decodes (not sharded yet){'; ' + _graphs(decoding.counts()) if decoding else ''}",
+        *_guidance_lines(sharded, config),
         *(f"cut        {name} ({entry})" for name, entry in plan.arguments.items() if entry.segments),
         *(
             f"cut        {door.path}{' ->' * door.outputs} {key} ({entry})"
@@ -43,6 +45,25 @@ def explain(session: Session, config: ParallelConfig, decoding: Decoding | None 
         f"refused    {', '.join(plan.refuse) or 'nothing'}",
     ]
     return "\n".join([*lines, *_step_lines(sharded)])
+
+
+def _degrees(sharded: ShardedModel) -> str:
+    ranks = sharded.carrier.ranks
+    return f"sequence={ranks}" if sharded.manner.unhalved else f"cfg={ranks} (sequence={ranks} where a batch is odd)"
+
+
+def _guidance_lines(sharded: ShardedModel, config: ParallelConfig) -> Iterator[str]:
+    if sharded.manner.unhalved:
+        if sharded.plan.cfg == "batched" and sharded.carrier.ranks > 1:
+            yield f"guidance   every batch is cut by tokens, none halved: {sharded.manner.unhalved}"
+        return
+    asked = "cfg=2 was asked for" if config.cfg else "chosen; cfg=1 cuts by tokens alone"
+    yield f"guidance   halves an even batch: rank 0 the first rows, rank 1 the last, of all tokens each ({asked})"
+    yield "           there each rank sends its half of the output, and nothing else"
+    if name := stranger(sharded.plan, sharded.model):
+        yield f"           but not now: {name} may mix rows, for it is not in the plan's `rowwise`; all calls are cut by tokens:"
+    else:
+        yield "           a call with an odd batch, as skip-layer guidance makes one, is cut by tokens:"
 
 
 def _overlap(session: Session) -> str:
@@ -72,6 +93,8 @@ def step_bytes(sharded: ShardedModel) -> list[int] | None:
     if sharded.batch is None:
         return None
     ranks = sharded.division.ranks
+    if sharded.halved is not None:
+        return [(ranks - 1) * sharded.half_bytes] * ranks
     sent = [0] * ranks
     if ranks > 1:
         for module, layout in _first_calls(sharded):
@@ -104,7 +127,11 @@ def _step_lines(sharded: ShardedModel) -> Iterator[str]:
         if division.knows(segment.name):
             held = [division.local(segment.name, rank) for rank in range(division.ranks)]
             kept = ", whole on every rank: fewer than the plan's `min` a rank" * (segment.name in division.kept)
+            kept = kept if sharded.halved is None else ", each of its half of the batch"
             yield f"tokens     {segment.name}: {division.total(segment.name)} = {held} by rank{kept}"
+    if sharded.halved is not None:
+        yield f"last step  1 exchange, {sum(sent)} bytes = {sent} by rank; batch {sharded.halved}, halved"
+        return
     exchanges = {"gather_kv": 1, "ulysses": 2}[sharded.mode] * len(list(_first_calls(sharded))) + len(
         sharded.plan.exits
     )

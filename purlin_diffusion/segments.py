@@ -30,18 +30,22 @@ class Division:
     """The lengths of a plan's segments in the forward that runs, and each rank's share. The same on every rank.
 
     A segment is measured where it is first cut; every later cut of the forward must agree. A length is kept as the extent of a tensor without bytes,
-    see compiled.py. Segments are sharded, but those of which a rank would hold fewer tokens than the plan's `min`: they stay whole.
+    see compiled.py. Segments are sharded, but those of which a rank would hold fewer tokens than the plan's `min`: they stay whole. In a forward that
+    starts `undivided` all do: ranks share its batch, see guidance.py. Compiled code may branch on that, for dynamo guards it as any flag.
     """
 
     def __init__(self, segments: Sequence[Segment], ranks: int) -> None:
         self.ranks = ranks
+        self._undivided = False
         self._extents: dict[str, Tensor] = {}
         # odd segments favour the last ranks, so that the extra tokens spread
         self._segments = {segment.name: (segment, bool(i % 2)) for i, segment in enumerate(segments)}
 
     @property
     def kept(self) -> dict[str, int]:
-        """Lengths of the segments that stay whole."""
+        """Lengths of the segments that stay whole where others are divided."""
+        if self._undivided:
+            return {}
         return {name: self.total(name) for name in self._extents if not self.is_sharded(name)}
 
     @property
@@ -49,9 +53,10 @@ class Division:
         """Tokens by rank of the segments that are sharded."""
         return {name: self.by_rank(name) for name in self._extents if self.is_sharded(name)}
 
-    def start(self) -> None:
+    def start(self, *, undivided: bool = False) -> None:
         """Forget the last forward."""
         self._extents.clear()
+        self._undivided = undivided
 
     def knows(self, name: str) -> bool:
         return name in self._extents
@@ -62,7 +67,7 @@ class Division:
 
     def is_sharded(self, name: str) -> bool:
         """Whether ranks hold shares of `name`; not when they hold all of it, or nothing of it is known."""
-        if name not in self._extents:
+        if self._undivided or name not in self._extents:
             return False
         least = self._segments[name][0].min
         return self.ranks == 1 or least == 0 or min(self.by_rank(name)) >= least

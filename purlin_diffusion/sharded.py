@@ -21,16 +21,20 @@ from purlin_diffusion.doors import Doors, Site, Wanted
 from purlin_diffusion.doors.hooks import Around
 from purlin_diffusion.entry import Cut, Entry
 from purlin_diffusion.graph.counts import GraphCounts
+from purlin_diffusion.guidance import Manner, half, joined, rows_to_halve, stranger
 from purlin_diffusion.plan import Door, Plan
 from purlin_diffusion.segments import Division
 
 
 @dataclass(frozen=True)
 class Memo:
-    """What a root call leaves known: its batch, and the lengths of its segments. A replay of it runs no Python that would find them."""
+    """What a root call leaves known: its batch, the lengths of its segments, and what ShardedModel says of halves. A replay of it runs no Python that
+    would find them."""
 
     batch: int | None
     lengths: Mapping[str, int]
+    halved: int | None
+    half_bytes: int
 
 
 class ShardedModel:
@@ -42,7 +46,7 @@ class ShardedModel:
         model: nn.Module,
         plan: Plan,
         carrier: Carrier,
-        mode: str,
+        manner: Manner,
         *,
         around: Around | None = None,
         counted: Counters | None = None,
@@ -50,11 +54,14 @@ class ShardedModel:
         self.model, self.plan = model, plan
         self.division = Division(plan.segments, carrier.ranks)
         self._cutter = Cutter(self.division, carrier.rank)
-        self._calls = counted.calls if counted else 0
+        self._calls, self._halved = (counted.calls, counted.halved) if counted else (0, 0)
         names = [segment.name for segment in plan.segments]
         self._tokens, self._kept = (dict(before) if before else dict.fromkeys(names, 0) for before in _before(counted))
         self.batch: int | None = None  # of the last root call
-        self._sharding = Sharding(carrier, self.division, mode)
+        self.halved: int | None = None  # its rows, where ranks have computed half of them each
+        self.half_bytes = 0  # of its output on this rank, before the halves were joined
+        self.manner = manner
+        self._sharding = Sharding(carrier, self.division, manner.mode)
         self.doors = Doors(model, self._wanted(around))
 
     @property
@@ -80,16 +87,23 @@ class ShardedModel:
         Raises ArgumentError and ShapeError, on every rank alike.
         """
         check_arguments(self.plan, arguments)
-        self.division.start()
+        entries = self.plan.arguments
+        apart = not (self.manner.unhalved or stranger(self.plan, self.model))
+        self.halved = rows_to_halve(entries, arguments) if apart else None
+        self.division.start(undivided=self.halved is not None)
         self.batch = next(
             (value.shape[0] for value in arguments.values() if isinstance(value, Tensor) and value.ndim), None
         )
-        return self._cutter.arguments(self.plan.arguments, arguments)
+        if self.halved is not None:
+            arguments = half(entries, arguments, self.halved, self.carrier.rank)
+        return self._cutter.arguments(entries, arguments)
 
     def run(self, forward: Callable[..., Any], share: dict[str, Any], *, counted: bool = True) -> Any:
         """The root call itself, with what cut() returned. Returns what one rank alone would, on every rank. `counted`: no mere recording."""
         with named("purlin root call of ", type(self.model).__name__), running(self._sharding):
             output = forward(**share)
+            if self.halved is not None and self.plan.result is not None:
+                output, self.half_bytes = joined(output, self.plan.result, self.carrier, self.halved)
         if counted:
             self._count()
         return output
@@ -97,26 +111,28 @@ class ShardedModel:
     def memo(self) -> Memo:
         """Of the last root call."""
         names = filter(self.division.knows, self._tokens)
-        return Memo(self.batch, {name: self.division.total(name) for name in names})
+        lengths = {name: self.division.total(name) for name in names}
+        return Memo(self.batch, lengths, self.halved, self.half_bytes)
 
     def recall(self, memo: Memo) -> None:
         """A root call like that of `memo` was replayed."""
-        self.division.start()
+        self.division.start(undivided=memo.halved is not None)
         for name, tokens in memo.lengths.items():
             self.division.measure(name, tokens)
-        self.batch = memo.batch
+        self.batch, self.halved, self.half_bytes = memo.batch, memo.halved, memo.half_bytes
         self._count()
 
     def counters(self, graphs: GraphCounts | None = None) -> Counters:
         """`graphs`: what its session knows of them."""
         tokens, kept = dict(self._tokens), dict(self._kept)
-        return Counters(self.carrier.rank, self._calls, tokens, kept, graphs or GraphCounts())
+        return Counters(self.carrier.rank, self._calls, tokens, kept, graphs or GraphCounts(), self._halved)
 
     def close(self) -> None:
         self.doors.close()
 
     def _count(self) -> None:
         self._calls += 1
+        self._halved += self.halved is not None
         for name in self._tokens:
             if self.division.knows(name):
                 self._tokens[name] += self.division.local(name, self.carrier.rank)

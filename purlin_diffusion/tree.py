@@ -1,4 +1,4 @@
-"""Nests of lists, tuples and dicts with tensors in them, as a forward's arguments are."""
+"""Nests of lists, tuples and dicts with tensors in them, as a forward's arguments and outputs are."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Mapping):
         return {key: map_tensors(item, change) for key, item in value.items()}
     return value
+
+
+def map_output(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """map_tensors() for what a forward returns: diffusers' outputs are dicts that are dataclasses."""
+    if isinstance(value, Mapping) and hasattr(value, "__dataclass_fields__"):
+        return type(value)(**{key: map_output(item, change) for key, item in value.items()})
+    return map_tensors(value, change)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -64,7 +64,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="where ranks compute (default: auto, GPUs where there are any; threads share one where there are fewer than ranks)",
     )
-    parser.add_argument("--attention", default="auto", help="auto | gather_kv | ulysses (default: auto)")
+    parser.add_argument(
+        "--attention", default="auto", help="auto | gather_kv | ulysses: by tokens, guidance too (default: auto)"
+    )
     parser.add_argument("--dtype", choices=get_args(Dtype), help="of the weights (default: the model's)")
     parser.add_argument("--steps", type=int, help="denoising steps")
     parser.add_argument("--height", type=int, help="pixels")

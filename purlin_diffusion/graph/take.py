@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from purlin_diffusion.graph.recorder import Pool
-from purlin_diffusion.tree import leaves, map_tensors
+from purlin_diffusion.tree import leaves, map_output, map_tensors
 
 
 class Take:
@@ -72,13 +72,6 @@ def _spread(x: Tensor) -> Tensor:
         if stride == 0 and extent > 1:
             x = x.narrow(dim, 0, 1)
     return x
-
-
-def map_output(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """map_tensors() for what a forward returns: diffusers' outputs are dicts that are dataclasses."""
-    if isinstance(value, Mapping) and hasattr(value, "__dataclass_fields__"):
-        return type(value)(**{key: map_output(item, change) for key, item in value.items()})
-    return map_tensors(value, change)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

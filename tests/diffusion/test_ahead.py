@@ -23,6 +23,7 @@ from purlin_diffusion import Handle, ParallelConfig, ahead, parallelize
 from purlin_diffusion.ahead import Ahead
 from purlin_diffusion.graph.policy import Graphs
 from purlin_diffusion.group_session import GroupSession
+from purlin_diffusion.guidance import Manner
 from purlin_diffusion.inputs import Carriers
 from purlin_diffusion.registry import plan_of
 from purlin_diffusion.route import Route
@@ -383,7 +384,7 @@ def groups(
                 model, carriers = models[comm.rank], Carriers(device=comm, host=hosts.communicators[comm.rank])
                 route = Route("purlin", "a test's")
                 session = GroupSession(
-                    model, plan_of(model), "gather_kv", carriers, route, device=CPU, owned=False, graphs=graphs
+                    model, plan_of(model), Manner("gather_kv"), carriers, route, device=CPU, owned=False, graphs=graphs
                 )
                 try:
                     gpu: Any = session.ahead._line

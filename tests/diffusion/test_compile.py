@@ -147,7 +147,7 @@ def test_every_family_mode_and_carrier_compiles(tiny: Callable[..., Any], family
 def test_a_whole_sd3_measures_its_image_inside_the_graph(tiny: Callable[..., Any]) -> None:
     case = tiny("sd3")
     graphs = Graphs()
-    handle = parallelize(case.model, devices=2)
+    handle = parallelize(case.model, ParallelConfig(cfg=1), devices=2)
     in_place(case.model, backend=graphs)
     sized = tiny("sd3", **SIZES[2])
     assert (call(sized, case.model) - sized.run()).abs().max() <= TOLERANCE

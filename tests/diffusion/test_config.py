@@ -14,6 +14,7 @@ from purlin_diffusion.config import Degrees
     "wrong",
     [
         {"cfg": 0},
+        {"cfg": 3},
         {"sequence": -1},
         {"tensor": 1.0},
         {"patch": True},
@@ -51,6 +52,13 @@ def test_none_chooses_all_ranks_for_the_sequence(ranks: int) -> None:
     assert ParallelConfig(sequence=ranks, cfg=1, tensor=1).degrees(ranks) == Degrees(sequence=ranks)
 
 
+def test_cfg_is_two_halves_on_two_ranks() -> None:
+    assert ParallelConfig(cfg=2).degrees(2) == ParallelConfig(cfg=2, sequence=1).degrees(2) == Degrees(cfg=2)
+    for sequence in (None, 2):
+        with pytest.raises(NotBuiltError, match=r"cfg=2 with sequence=2 is not built yet\. There is cfg=2 on 2 ranks"):
+            ParallelConfig(cfg=2, sequence=sequence).degrees(4)
+
+
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_the_product_of_the_degrees_is_the_world(ranks: int) -> None:
     with pytest.raises(ConfigError, match=f"product of {ranks} ranks; got sequence=2"):
@@ -60,7 +68,6 @@ def test_the_product_of_the_degrees_is_the_world(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("asked", "there_is"),
     [
-        ({"cfg": 2}, "sequence"),
         ({"tensor": 2}, "sequence"),
         ({"patch": 2}, "sequence"),
         ({"attention": "ring"}, "gather_kv.*ulysses"),

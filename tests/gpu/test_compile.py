@@ -43,8 +43,10 @@ def difference(x: Tensor, y: Tensor) -> float:
 
 
 @pytest.mark.parametrize("graph", [False, "auto"])
-@pytest.mark.parametrize("mode", ["gather_kv", "ulysses"])
-@pytest.mark.parametrize("family", [flux, sd3])
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [(flux, "gather_kv"), (flux, "ulysses"), (sd3, "gather_kv"), (sd3, "ulysses"), (sd3, "auto")],  # auto: by halves
+)
 def test_compiled_ranks_draw_what_one_draws(family: Any, mode: str, graph: Any) -> None:
     """Blocks, by diffusers' names or the plan's; twice, and in another size."""
     pipe = family.tiny(device=GPU)

@@ -42,7 +42,7 @@ def done(handle: Handle) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("mode", ["gather_kv", "ulysses"])
+@pytest.mark.parametrize("mode", ["gather_kv", "ulysses", "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pictures_by_replays_are_the_same(family: str, mode: str, ranks: int) -> None:
     pipe = built(family)
@@ -52,6 +52,8 @@ def test_pictures_by_replays_are_the_same(family: str, mode: str, ranks: int) ->
         assert difference(draw(pipe, seed=seed, num_inference_steps=STEPS), wanted[seed]) <= TOLERANCE, handle.explain()
     assert done(handle) == (1, 2 * STEPS - 1, 0), handle.explain()
     assert [each.calls for each in handle.counters] == [2 * STEPS] * ranks
+    halves = family != "flux" and ranks == 2 and mode == "auto"  # guidance in one batch
+    assert [each.halved for each in handle.counters] == [2 * STEPS * halves] * ranks
     assert handle.counters[0].graphs.pool_bytes > 0 and handle.counters[0].graphs.capture_ms > 0
     assert difference(wanted[0], wanted[1]) > 0.1
     handle.undo()
@@ -334,7 +336,7 @@ def test_ranks_that_bring_a_communicator_each_of_one_world_stay_eager_and_say_wh
 
 
 # ---- a GPU a rank ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("mode", ["gather_kv", "ulysses"])
+@pytest.mark.parametrize("mode", ["gather_kv", "ulysses", "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("two_gpus")
 def test_threads_with_a_gpu_each_record_each(family: str, mode: str) -> None:

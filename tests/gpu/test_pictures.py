@@ -85,7 +85,24 @@ def test_ranks_on_one_gpu_draw_what_one_draws(family: str, mode: str, ranks: int
     assert torch.equal(draw(pipe), one)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["sd3", "sd3.5"])
+def test_halves_of_guidance_on_one_gpu_are_what_one_draws(family: str) -> None:
+    """By the batch where it is even, and by tokens in the calls that skip-layer guidance adds."""
+    pipe = built(family)
+    skipping = {"num_inference_steps": 4, "skip_guidance_layers": [0], "skip_layer_guidance_stop": 0.9}
+    calls: list[dict[str, Any]] = [{}, {"num_images_per_prompt": 2}, skipping]
+    ones = [draw(pipe, **call) for call in calls]
+    handle = parallelize(pipe, ParallelConfig(cfg=2, backend="purlin", timeout=60), devices=sharing(2))
+    counts = []
+    for call, one in zip(calls, ones, strict=True):
+        assert difference(draw(pipe, **call), one) <= TOLERANCE
+        counts.append({(each.calls, each.halved) for each in handle.counters})
+    assert counts == [{(2, 2)}, {(4, 4)}, {(11, 8)}]
+    handle.undo()
+    assert torch.equal(draw(pipe), ones[0])
+
+
+@pytest.mark.parametrize("mode", [*MODES, "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_bfloat16_several_ranks_are_no_further_from_the_truth_than_one(family: str, mode: str) -> None:
     truth = draw(built(family)).double()
@@ -302,7 +319,7 @@ def test_latency_has_a_row_for_purlin_and_says_why_not_for_torch(
 
 # ---- a GPU a rank ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("backend", ["purlin", "torch"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_gpus_of_one_process_draw_what_one_draws(two_gpus: None, family: str, mode: str, backend: Any) -> None:
     pipe = built(family)
