@@ -198,7 +198,7 @@ class Communicator:
         return self._into("reduce_scatter_tensor", out, x, sizes, op)
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Tensor:
-        """`x` reduced over the ranks, in place."""
+        """`x` reduced over the ranks, in place. Large ones are fastest where every rank's `x` is a tensor of empty()."""
         return self._into("all_reduce", x, x, None, op)
 
     def all_to_all_single(
@@ -257,8 +257,9 @@ class Communicator:
     # ---- memory and what is known of calls
 
     def empty(self, shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor that can be granted: passed as `out` by every rank, peers write an exchange's result straight into it. Freeing is local.
+        """A tensor that can be granted: passed as `out` by every rank, peers write an exchange's result straight into it.
 
+        In an all-reduce they read it there, too. Freeing is local.
         Raises ShapeError when the heap has no room (`heap_bytes`, reserve()).
         """
         self._usable("empty")

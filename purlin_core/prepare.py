@@ -137,14 +137,14 @@ def prepare(site: Site, asked: Asked, tensors: Sequence[Tensor], out: Sequence[T
         moves.kind,
         site.scratch,
         largest=largest,
-        granted=asked.granted and len(operands) <= MAX_GRANTS,
+        granted=asked.granted and _can_be_granted(operands),
         name=name,
         ranks=site.ranks,
         blocks=site.blocks,
     )
     if schedule.regime is not Regime.PACKET and name == "all_reduce":
         moves = plan_moves(operands, site.rank, site.ranks, all_reduce=AllReduce.JOINED, call=asked.call)
-    remote = _remote(site, operands) if schedule.regime is Regime.DIRECT else ()
+    remote = _remote(site, operands, moves) if schedule.regime is Regime.DIRECT else ()
     text = _text(site, operands, asked)
     if schedule.regime is Regime.DIRECT:
         text += ", into granted outputs"
@@ -322,8 +322,18 @@ def _arguments(
     }
 
 
-def _remote(site: Site, operands: Sequence[Operand]) -> list[Route]:
+def _can_be_granted(operands: Sequence[Operand]) -> bool:
+    """An all-reduce reads its peers' outputs too: one tensor whose dims keep their order, so that the wire lies in it from end to end."""
+    spec = operands[0].spec
+    if spec.kind_name != "all_reduce":
+        return len(operands) <= MAX_GRANTS
+    return len(operands) == 1 and tuple(spec.order) == tuple(range(len(spec.order)))
+
+
+def _remote(site: Site, operands: Sequence[Operand], moves: Moves) -> list[Route]:
     """Where what I send lies in each rank's outputs, which are contiguous when they can be granted."""
+    if moves.kind is Kind.ALL_REDUCE:
+        return [moves.own_to if peer != site.rank else Route() for peer in range(site.ranks)]
     return [_received_by(site, operands, peer) if peer != site.rank else Route() for peer in range(site.ranks)]
 
 

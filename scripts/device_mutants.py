@@ -26,6 +26,10 @@ from mutants import (
     DIRECT,
     DIRECT_COPY,
     DIRECT_NOTIFY,
+    DIRECT_SUMS,
+    LENT_ADD,
+    LENT_NOTIFY,
+    LENT_READY,
     PACKETS,
     RING,
     RING_COPY,
@@ -46,10 +50,10 @@ FLAGS = (
     *("-std=c++20", "-O3", "--fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-ffp-contract=off"),
     *("-gencode", "arch=compute_90a,code=sm_90a"),
 )
-KERNELS = ("direct", "endpoint", "packet_sums", "packets", "staged", "staged_sums")
+KERNELS = ("direct", "direct_sums", "endpoint", "packet_sums", "packets", "staged", "staged_sums")
 LATE = "tests/cpp/late.cuh"
 
-PTX, RELAY, APART, TOGETHER = (f"atom/{name}.cuh" for name in ("ptx", "relay", "apart", "together"))
+PTX, RELAY, APART, TOGETHER, BORROW = (f"atom/{name}.cuh" for name in ("ptx", "relay", "apart", "together", "borrow"))
 
 
 def soak(*restricted: str, calls: int = 4000) -> tuple[str, ...]:
@@ -59,12 +63,13 @@ def soak(*restricted: str, calls: int = 4000) -> tuple[str, ...]:
 PACKET = soak("--regime", "packet", "--kind", "copy")
 RINGS = soak("--regime", "staged", "--kind", "copy")
 SUMS = soak("--regime", "staged", "--kind", "all-reduce")
-GRANTS = soak("--regime", "direct")
+GRANTS = soak("--regime", "direct", "--kind", "copy")
+LENT = soak("--regime", "direct", "--kind", "all-reduce")
 COPIES = soak("--kind", "copy", calls=8000)
 
 # fmt: off
 MUTANTS = (
-    Mutant("notify: no release", PTX, COPIES, (("st.release.sys.global", "st.relaxed.sys.global"),),
+    Mutant("notify: no release", PTX, COPIES, (("st.release.sys.global.u64", "st.relaxed.sys.global.u64"),),
                  ("direct", "staged"), may_survive=True),
     Mutant("wait, expect: no acquire", PTX, COPIES,
                  (("ld.acquire.sys.global.u64", "ld.relaxed.sys.global.u64"), ("ld.acquire.sys.global.b128", "ld.relaxed.sys.global.b128")),
@@ -97,6 +102,19 @@ MUTANTS = (
     Mutant("direct: notify while lanes still copy", TOGETHER, GRANTS,
                  (("__syncthreads(); store_marks(n, mark, lane(), ptx::store_release);", "store_marks(n, mark, lane(), ptx::store_release);"),),
                  ("direct",)),
+    Mutant("direct sums: no wait for what is lent", DIRECT_SUMS, LENT, (("range.empty() || !lent()) return;", "range.empty()) return;"),),
+                 ("direct_sums",)),
+    Mutant("direct sums: told before it is summed", DIRECT_SUMS, LENT, (swap(LENT_ADD, LENT_NOTIFY),), ("direct_sums",)),
+    Mutant("direct sums: no wait for the sums of others", DIRECT_SUMS, LENT, (drop(LENT_READY),), ("direct_sums",)),
+    Mutant("lend: no release", PTX, LENT, (("st.release.sys.global.b128", "st.relaxed.sys.global.b128"),), ("direct_sums",), may_survive=True),
+    Mutant("lend: while lanes still copy", TOGETHER, LENT,
+                 (("__syncthreads(); store_grants(n, line, lane(), ptx::store_line_r", "store_grants(n, line, lane(), ptx::store_line_r"),),
+                 ("direct_sums",)),
+    Mutant("direct sums: notify while lanes still add", TOGETHER, LENT,
+                 (("__syncthreads(); store_marks(n, mark, lane(), ptx::store_release);", "store_marks(n, mark, lane(), ptx::store_release);"),),
+                 ("direct_sums",)),
+    Mutant("borrow: sent on while lanes still add", BORROW, LENT,
+                 (("__syncthreads();  // other lanes have written what this one reads", ""),), ("direct_sums",), may_survive=True),
     Mutant("sums: sent on while lanes still add", APART, SUMS, (drop("if (places > 1) ptx::barrier(copier_barrier(), copiers);"),),
                  ("staged_sums",)),
     Mutant("sums: notify while lanes still copy", APART, SUMS, (drop("if (!passes(x_->done + k % gates, k / gates)) return;"),),

@@ -36,7 +36,9 @@ PROTOCOL_ALONE = """#include "purlin/atom/model.hpp"
 
 SNAC = "snac.hpp"
 PLAN = "../plan.cpp"
-ENTRY, RING, STAGED, PACKETS, DIRECT = (f"snac/{name}.hpp" for name in ("entry", "ring", "staged", "packets", "direct"))
+ENTRY, RING, STAGED, PACKETS, DIRECT, DIRECT_SUMS = (
+    f"snac/{name}.hpp" for name in ("entry", "ring", "staged", "packets", "direct", "direct_sums")
+)
 CPU = "atom/cpu.hpp"
 CHANNEL = "channel.hpp"
 MOVES = "moves.hpp"
@@ -97,7 +99,12 @@ SPREAD_TOLD = """    int peers = c.peers();
     a.notify(2 * peers, [&](int k) { return k < peers ? reduce.ring().freed_out(k, i) : sums().ready_out(k - peers, i); });
 """
 DIRECT_COPY = "    for (int p = 0; ok && p < c.peers(); ++p) push(p);\n"
-DIRECT_NOTIFY = "    if (ok) a.notify(c.peers(), [&](int p) { return at().live(c.pair[p].send) ? ready(p) : Mark{}; });\n"
+DIRECT_NOTIFY = "    if (ok) a.notify(c.peers(), [&](int p) { return at().live(c.pair[p].send) ? at().ready_out(p) : Mark{}; });\n"
+LENT_ADD = "    add(range);\n"
+LENT_NOTIFY = "    a.notify(c.peers(), [&](int p) { return at().ready_out(p); });\n"
+LENT_COPY = "for (int p = 0; p < c.peers(); ++p) contribute(p);\n"
+LENT_LEND = "a.lend(c.peers(), [&](int p) { return at().live(c.pair[p].receive) ? at().offer(p, 0) : GrantMark{}; });\n"
+LENT_READY = "a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});"
 
 PROTOCOL = (
     mutant("ring: no wait for credit", RING, MODEL, drop("if (!credited(step, route)) return false;")),
@@ -143,12 +150,25 @@ PROTOCOL = (
     mutant("packet: taken not kept", PACKETS, MODEL, ("all().taken(p) + !all().cut(due(p)).empty()}", "all().taken(p)}")),
     mutant("direct: no wait for the grant", DIRECT, MODEL, ("k < c.grants; ++k) ok = granted(k)", "k < 0; ++k) ok = granted(k)")),
     mutant("direct: only the first grant is waited for", DIRECT, MODEL, ("k < c.grants; ++k) ok = granted(k)", "k < 1; ++k) ok = granted(k)")),
-    mutant("direct: no grant", DIRECT, MODEL, ("? offer(p, k) : GrantMark{}", "? GrantMark{} : GrantMark{}")),
+    mutant("direct: no grant", DIRECT, MODEL, ("? at().offer(p, k) : GrantMark{}", "? GrantMark{} : GrantMark{}")),
     mutant("direct: notify before the copy", DIRECT, MODEL, swap(DIRECT_COPY, DIRECT_NOTIFY)),
     mutant("direct: no notify", DIRECT, MODEL, drop(DIRECT_NOTIFY)),
     mutant("direct: no wait for the message", DIRECT, MODEL, drop("a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});")),
     mutant("direct: sent not kept", DIRECT, MODEL, ("at().sent(p) + at().live(c.pair[p].send)}", "at().sent(p)}")),
     mutant("direct: taken not kept", DIRECT, MODEL, ("at().taken(p) + at().live(c.pair[p].receive)}", "at().taken(p)}")),
+    mutant("direct sums: no wait for what is lent", DIRECT_SUMS, MODEL, ("range.empty() || !lent()) return;", "range.empty()) return;")),
+    mutant("direct sums: adds after a failed wait", DIRECT_SUMS, MODEL, ("range.empty() || !lent()) return;", "range.empty()) return; lent();")),
+    mutant("direct sums: nothing is lent", DIRECT_SUMS, MODEL, ("? at().offer(p, 0) : GrantMark{}", "? GrantMark{} : GrantMark{}")),
+    mutant("direct sums: lent before the contributions lie there", DIRECT_SUMS, MODEL, swap(LENT_COPY, LENT_LEND)),
+    mutant("direct sums: lent with the other direction's number", DIRECT_SUMS, MODEL,
+           ("at().granted(p, 0)", "Mark{&at().grant_in(p)->tag, at().ready_in(p).value}")),
+    mutant("direct sums: told before it is summed", DIRECT_SUMS, MODEL, swap(LENT_ADD, LENT_NOTIFY)),
+    mutant("direct sums: not told", DIRECT_SUMS, MODEL, drop(LENT_NOTIFY)),
+    mutant("direct sums: a place is left out", DIRECT_SUMS, MODEL, ("a.reduce(c.ranks, to,", "a.reduce(c.ranks - 1, to,")),
+    mutant("direct sums: no wait for the sums of others", DIRECT_SUMS, MODEL, drop(LENT_READY)),
+    mutant("direct sums: everyone adds first", DIRECT_SUMS, MODEL, ("if (i == 0 || range", "if (i != 0 || range")),
+    mutant("direct sums: sent not kept", DIRECT_SUMS, MODEL, ("at().sent(p) + at().live(c.own_from)}", "at().sent(p)}")),
+    mutant("direct sums: taken not kept", DIRECT_SUMS, MODEL, ("at().taken(p) + at().live(c.pair[p].receive)}", "at().taken(p)}")),
     mutant("post: never told", ENTRY, MODEL, ("if (a.team() != 0) return;", "if (a.team() >= 0) return;")),
     mutant("post: a call too early", ENTRY, MODEL, ("tag(c.progress->calls, c.sig", "tag(c.progress->calls + 1, c.sig")),
 )

@@ -240,9 +240,9 @@ def test_a_forced_call_goes_as_it_must(regime: Regime) -> None:
 @pytest.mark.parametrize("ranks", [2, 6, 8, 16])
 def test_only_what_can_run_is_tried(ranks: int) -> None:
     for largest in (1, 512, 1 << 14, 1 << 18, 1 << 19, 1 << 26):
-        tried = tune.candidates(largest, ranks, copies=True)
+        tried = tune.candidates(largest, ranks, direct=True)
         assert len(set(tried)) == len(tried) > 0
-        assert {force.regime for force in tune.candidates(largest, ranks, copies=False)} <= {
+        assert {force.regime for force in tune.candidates(largest, ranks, direct=False)} <= {
             Regime.PACKET,
             Regime.STAGED,
         }
@@ -394,9 +394,9 @@ def test_what_is_right_has_times_and_what_is_not_says_so(world: World) -> None:
     case = collective("all_reduce", world.ranks, 240, torch.float32, in_place=True)
     entries = [*gpu.entries_of(case, world, []), measure.Entry("lazy", lazy)]
     times = measure.measure(case, world, entries, measure.Rotation(4, 2, hot=True), rounds=3, mode="eager")
-    ours, *theirs, wrong = times
-    assert len(ours.us) == 3
-    assert min(ours.us) > 0
+    ours, granted, *theirs, wrong = times
+    assert [each.entry.registered for each in (ours, granted)] == [False, True]
+    assert all(len(each.us) == 3 and min(each.us) > 0 for each in (ours, granted))
     assert wrong.why.startswith("wrong result: rank 0")
     assert not wrong.us
     assert {each.entry.provider for each in theirs if each.us} == {"torch_copy", "purlin_copy"}

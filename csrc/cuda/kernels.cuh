@@ -57,6 +57,7 @@ constexpr Choice side_by_side(const void* kernel, int staging, int consuming, in
 Choice packets(const Call& call, int ranks);
 Choice packet_sums(const Call& call, int ranks);
 Choice direct(const Call& call, int ranks, bool bulk);
+Choice direct_sums(const Call& call, int ranks);
 Choice staged(const Call& call, int ranks, bool bulk);
 Choice staged_sums(const Call& call, int ranks, bool bulk);
 

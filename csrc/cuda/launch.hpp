@@ -18,7 +18,7 @@ inline Choice choose(const Call& call, int ranks, bool bulk) {
   bool copies = call.kind == Kind::copy;
   switch (call.regime) {
     case Regime::packet: return copies ? packets(call, ranks) : packet_sums(call, ranks);
-    case Regime::direct: return direct(call, ranks, bulk);
+    case Regime::direct: return copies ? direct(call, ranks, bulk) : direct_sums(call, ranks);
     default: return copies ? staged(call, ranks, bulk) : staged_sums(call, ranks, bulk);
   }
 }
@@ -64,9 +64,9 @@ void for_each_choice(int ranks, bool bulk, F f) {
         call.pair[0].send.bytes = bytes;
         f(choose(call, ranks, bulk));
       }
-  call.kind = Kind::reduce;
+  call.kind = Kind::all_reduce;
   for (bool flat : {true, false})
-    for (Regime regime : {Regime::packet, Regime::staged})
+    for (Regime regime : {Regime::packet, Regime::direct, Regime::staged})
       for (Op op : {Op::sum, Op::max})
         for (int dtype = 0; dtype <= static_cast<int>(Dtype::uint8); ++dtype) {
           call.flat = flat;

@@ -85,6 +85,11 @@ class Case:
         return any(Spec.parse(step.spec).partial for step in self.steps)
 
     @property
+    def may_be_direct(self) -> bool:
+        """Where its outputs are granted."""
+        return self.collective == "all_reduce" or not self.reduces
+
+    @property
     def busbw_bytes(self) -> float:
         """Bytes that each rank's link must carry in each direction; of uneven shares, the busiest link in its busier one."""
         return self.bytes * (self.ranks - 1) / self.ranks * (2 if self.collective == "all_reduce" else 1)

@@ -93,10 +93,10 @@ def _turns(case: Case, world: World, l2_bytes: int) -> Iterator[tuple[Rotation, 
 
 def entries_of(case: Case, world: World, forces: Sequence[Force]) -> list[Entry]:
     """Ours, every rival whether it can run here or not, and the yardsticks."""
-    grants = (False,) if case.reduces else (False, True)
+    grants = (False, True) if case.may_be_direct else (False,)
     ours = [Entry("purlin", partial(rivals.purlin, granted=granted), granted) for granted in grants]
     for force in forces:
-        if not (force.granted and case.reduces):
+        if case.may_be_direct or not force.granted:
             make = partial(rivals.purlin, granted=force.granted, force=force)
             ours.append(Entry("purlin", make, force.granted, forced=True))
     if case.uneven:

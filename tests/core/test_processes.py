@@ -38,6 +38,8 @@ def collectives(rank: int, meeting: Meeting) -> int:
             part = comm.reduce_scatter_tensor(torch.zeros(size // ranks, dtype=torch.int32), shards[rank])
             assert same_bits(part, reduce(shards, "sum")[mine])
             assert same_bits(comm.all_reduce(shards[rank].clone(), "min"), reduce(shards, "min"))
+            lent = comm.empty((size,), torch.int32).copy_(shards[rank])
+            assert same_bits(comm.all_reduce(lent), reduce(shards, "sum"))
             turned = comm.all_to_all_single(torch.zeros(size, dtype=torch.int32), shards[rank])
             assert same_bits(turned, torch.cat([x[mine] for x in shards]))
             comm.barrier()
@@ -47,7 +49,7 @@ def collectives(rank: int, meeting: Meeting) -> int:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_collectives_between_processes(ranks: int, tmp_path: Path) -> None:
     with Meeting.of(ranks, tmp_path) as meeting, Processes(ranks, collectives, meeting) as processes:
-        assert processes.answers() == [24] * ranks
+        assert processes.answers() == [28] * ranks
 
 
 def test_more_processes_than_cores_finish(tmp_path: Path) -> None:

@@ -38,6 +38,16 @@ def total(comm: Communicator, turn: int, size: int) -> None:
     assert same_bits(x, wanted)
 
 
+def total_granted(comm: Communicator, turn: int, size: int) -> None:
+    """In place on some ranks, from another tensor on others."""
+    x, out = value(turn, comm.rank, size), comm.empty((size,), torch.int32)
+    if (turn + comm.rank) % 3 == 0:
+        x = out.copy_(x)
+    comm.redistribute(x, "+n -> n", out=out)
+    wanted = torch.stack([value(turn, r, size) for r in range(comm.ranks)]).sum(0, dtype=torch.int32)
+    assert same_bits(out, wanted)
+
+
 def from_one(comm: Communicator, turn: int, size: int) -> None:
     """Only the root sends: the others owe it nothing but credits, and run ahead of it or behind."""
     root = turn % comm.ranks
@@ -64,6 +74,7 @@ def neighbours(comm: Communicator, turn: int, size: int) -> None:
 KINDS: tuple[Callable[[Communicator, int, int], None], ...] = (
     gather,
     gather_granted,
+    total_granted,
     total,
     from_one,
     to_one,

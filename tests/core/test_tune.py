@@ -15,6 +15,7 @@ from purlin_core.moves import Kind
 from purlin_core.prepare import Site
 from purlin_core.tune import (
     CUDA_PACKET_BYTES,
+    GRANTED_SUM_PACKET_BYTES,
     MIB,
     PACKET_SLOTS,
     PARTS_TEAM_BYTES,
@@ -41,6 +42,7 @@ CALLS = {
     "reduce_scatter": Kind.REDUCE,
     "all_reduce": Kind.REDUCE,
 }
+DIRECT = ("all_gather", "all_to_all", "halo", "all_reduce")  # into granted outputs
 
 
 def chosen(
@@ -88,7 +90,7 @@ def test_larger_messages_never_get_fewer_teams_nor_go_back_to_packets(name: str,
         assert teams[-1] <= cuda_scratch(ranks).teams
     assert schedules[-1].teams == cuda_scratch(ranks).teams
     assert schedules[0].teams == 1
-    assert schedules[-1].regime is (Regime.DIRECT if granted and CALLS[name] is Kind.COPY else Regime.STAGED)
+    assert schedules[-1].regime is (Regime.DIRECT if granted and name in DIRECT else Regime.STAGED)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -113,13 +115,14 @@ def test_copies_go_as_packets_up_to_512_kib_where_the_windows_hold_them() -> Non
     assert chosen(RULES, 2, CUDA_PACKET_BYTES + 1, granted=True).teams == 32
 
 
-def test_an_all_reduce_goes_in_one_exchange_while_all_its_packets_are_few() -> None:
-    most = {
-        ranks: max(s for s in SIZES if chosen(RULES, ranks, s, name="all_reduce").regime is Regime.PACKET)
-        for ranks in RANKS
-    }
-    assert all((ranks - 1) * size <= CUDA_PACKET_BYTES for ranks, size in most.items())
-    assert most[2] == CUDA_PACKET_BYTES
+@pytest.mark.parametrize(("granted", "bound"), [(False, CUDA_PACKET_BYTES), (True, GRANTED_SUM_PACKET_BYTES)])
+def test_an_all_reduce_goes_in_one_exchange_while_all_its_packets_are_few(granted: bool, bound: int) -> None:
+    def is_packet(ranks: int, size: int) -> bool:
+        return chosen(RULES, ranks, size, name="all_reduce", granted=granted).regime is Regime.PACKET
+
+    most = {ranks: max(size for size in SIZES if is_packet(ranks, size)) for ranks in RANKS}
+    assert all((ranks - 1) * size <= bound for ranks, size in most.items())
+    assert most[2] == bound
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -130,10 +133,11 @@ def test_each_role_of_a_team_has_a_block_where_messages_are_large_and_all_find_r
             schedule = chosen(RULES, 2, size, name=name, granted=granted, blocks=blocks)
             assert replace(schedule, parts=1) == chosen(RULES, 2, size, name=name, granted=granted)
             large = schedule.regime is not Regime.PACKET and size >= schedule.teams * PARTS_TEAM_BYTES
-            roles = 3 if name == "all_reduce" else 2
+            roles = (1 if granted else 3) if name == "all_reduce" else 2
             assert schedule.parts == (roles if large and roles * schedule.teams <= blocks else 1)
             assert schedule.ctas <= max(blocks, schedule.teams)
-    assert chosen(RULES, 2, SIZES[-1], name=name, granted=granted, blocks=132).parts > 1
+    lends = granted and name == "all_reduce"  # all lanes of a block add
+    assert (chosen(RULES, 2, SIZES[-1], name=name, granted=granted, blocks=132).parts > 1) != lends
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -160,7 +164,7 @@ def test_the_cpu_ignores_names_and_tables(granted: bool) -> None:
         for size in (0, 512, 513, 1 << 20):
             schedule = choose(Tuning.host(), kind, scratch, largest=size, granted=granted, name=name, ranks=2)
             packet = size <= 512 and kind is not Kind.ALL_REDUCE
-            direct = granted and kind is Kind.COPY
+            direct = granted and name in DIRECT
             assert schedule.regime is (Regime.PACKET if packet else Regime.DIRECT if direct else Regime.STAGED)
             assert schedule.teams == 3
             assert schedule.lag == (4 if schedule.regime is Regime.STAGED else 0)

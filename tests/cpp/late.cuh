@@ -6,8 +6,8 @@
 
 namespace purlin::late {
 
-enum class Act { put, take, copy, reduce, notify, tell, grant, keep, wait, expect, meet };
-constexpr unsigned acts = 11, turns = 3;
+enum class Act { put, take, copy, reduce, notify, tell, grant, lend, keep, wait, expect, meet };
+constexpr unsigned acts = 12, turns = 3;
 
 __device__ __forceinline__ unsigned mixed(unsigned x) {  // of its bits, all
   x = (x ^ x >> 16) * 0x7feb352du;
@@ -96,6 +96,11 @@ class Late {
     a_.grant(n, line);
   }
   template <class F>
+  __device__ void lend(int n, F line) {
+    before(Act::lend);
+    a_.lend(n, line);
+  }
+  template <class F>
   __device__ void keep(int n, F mark) {
     before(Act::keep);
     a_.keep(n, mark);
@@ -127,6 +132,11 @@ template <class A>
 __device__ void direct(A& a, const Call& c) {
   Late<A> late(a, c);
   snac::direct(late, c);
+}
+template <class A>
+__device__ void direct_sum(A& a, const Call& c) {
+  Late<A> late(a, c);
+  snac::direct_sum(late, c);
 }
 template <class A>
 __device__ void staged_copy(A& a, const Call& c) {

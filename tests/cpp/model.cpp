@@ -199,6 +199,7 @@ Checked self_check(model::Stacks& stacks) {
         stream = tiny(Kind::copy, Regime::staged, Form::apart, 24);
   Shape sums = tiny(Kind::all_reduce, Regime::staged, Form::apart, 24),
         shot = tiny(Kind::all_reduce, Regime::packet, Form::in_place, 12),
+        lent = tiny(Kind::all_reduce, Regime::direct, Form::in_place, 12),
         packet = tiny(Kind::copy, Regime::packet, Form::apart, 4);
   const Litmus all[] = {
       {"a message, released and acquired", message, Flaw::none, Ending::done},
@@ -210,6 +211,9 @@ Checked self_check(model::Stacks& stacks) {
       {"eight packets one way, through the windows twice", packet, Flaw::none, Ending::done, 8},
       {"sums sent on", sums, Flaw::none, Ending::done},
       {"sums sent on, operations of a role out of order", sums, Flaw::unordered, Ending::broken},
+      {"sums where they are lent", lent, Flaw::none, Ending::done},
+      {"sums where they are lent, wait without acquire", lent, Flaw::relaxed_wait, Ending::broken},
+      {"sums where they are lent, told before they are there", lent, Flaw::early_notify, Ending::broken},
       {"one shot in place", shot, Flaw::none, Ending::done},
       {"one shot in place, roles that do not meet", shot, Flaw::deaf_meet, Ending::broken},
   };

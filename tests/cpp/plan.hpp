@@ -37,10 +37,14 @@ class Builder {
     built_->shape = shape;
     built_->part.resize(static_cast<size_t>(limits.ranks));
     bool granted = s_.regime == Regime::direct;
-    int tensors = static_cast<int>(random_.between(1, granted ? max_grants : 3));
+    int tensors = static_cast<int>(random_.between(1, s_.lends() ? 1 : granted ? max_grants : 3));
+    bool inputs_are_outputs = s_.form == Form::in_place;
+    Shape in = s_, out = s_;
+    in.plain = in.plain || (s_.lends() && inputs_are_outputs);
+    out.plain = out.plain || s_.lends();
     for (int r = 0; r < limits.ranks; ++r) {
-      in_.emplace_back(random_, s_.form == Form::in_place ? tensors : static_cast<int>(random_.between(1, 3)), s_);
-      out_.emplace_back(random_, tensors, s_);
+      in_.emplace_back(random_, inputs_are_outputs ? tensors : static_cast<int>(random_.between(1, 3)), in);
+      out_.emplace_back(random_, tensors, out);
     }
   }
   std::unique_ptr<Built> build() {
@@ -140,7 +144,7 @@ class Builder {
     i64 at = w.lo, end = w.lo + w.bytes;
     for (int d = 0; d < limits_.ranks; ++d) {  // rank d sums slice d; in one shot everybody sums everything
       Wire mine = w;
-      if (s_.regime == Regime::staged) {
+      if (s_.regime != Regime::packet) {
         i64 even = w.lo + w.bytes * (d + 1) / limits_.ranks;
         mine.lo = at;
         at = d + 1 == limits_.ranks || random_.chance(10) ? end : larger(at, smaller(end, round_up(even, 16)));
@@ -149,6 +153,10 @@ class Builder {
       }
       for (int s = 0; s < limits_.ranks; ++s) {
         Route input = route(from[static_cast<size_t>(s)], mine), output = route(to[static_cast<size_t>(s)], mine);
+        if (s != d && s_.lends()) {
+          pair(d, s).remote = output;
+          if (wires_ == Wires::loose) flatten(pair(d, s).remote);
+        }
         if (s == d) {
           part(s).call.own_from = input;
           part(s).call.own_to = output;

@@ -42,7 +42,7 @@ inline void change(Random& random, Shape& s, const Limits& limits, const char*& 
       break;
     case 3:
       field = "regime";
-      s.regime = static_cast<Regime>((static_cast<int>(s.regime) + 1) % (s.kind == Kind::copy ? 3 : 2));
+      s.regime = static_cast<Regime>((static_cast<int>(s.regime) + 1) % (s.kind == Kind::reduce ? 2 : 3));
       break;
     default: field = "signature";
   }

@@ -34,6 +34,8 @@ struct Shape {
   Word layout;         // seed of everything that ranks need not agree on
   i64 grain = 1;       // tensors, boxes and strides begin at multiples of it
   bool plain = false;  // one stretch a route
+
+  bool lends() const { return regime == Regime::direct && kind == Kind::all_reduce; }  // outputs of one stretch
 };
 
 // ---- where things lie -----------------------------------------------------------------------------------------------------------------------------------
@@ -108,7 +110,7 @@ inline Wire wire(Random& random, const Shape& shape, const Limits& limits, i64 e
   Wire w;
   i64 most = shape.regime == Regime::packet ? shape.teams * limits.window_bytes : i64{1} << 40;
   elements = smaller(elements, most / shape.unit);
-  bool tight = shape.plain || elements * shape.unit + 96 > most;  // one item, or no room for more
+  bool tight = shape.plain || shape.lends() || elements * shape.unit + 96 > most;  // one item, or no room for more
   bool gaps = wires == Wires::loose && !tight;
   i64 at = gaps ? 16 * random.below(3) : 0;
   w.lo = random.chance(50) ? at : 0;
@@ -174,7 +176,8 @@ inline i64 draw_elements(Random& random, i64 most) {
 inline Shape draw_shape(Random& random, const Limits& limits, Regime regime, i64 most_bytes) {
   Shape s{};
   s.regime = regime;
-  s.kind = regime == Regime::direct ? Kind::copy : static_cast<Kind>(random.below(3));
+  s.kind = static_cast<Kind>(random.below(3));
+  if (regime == Regime::direct && s.kind == Kind::reduce) s.kind = Kind::copy;
   s.form = random.chance(30) ? Form::in_place : Form::apart;
   s.teams = static_cast<int>(random.between(1, limits.teams));
   s.lag = static_cast<int>(random.below(limits.slots));

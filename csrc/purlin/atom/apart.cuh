@@ -79,7 +79,7 @@ class Apart : public RingHands {
   }
   template <class F>
   __device__ void grant(int n, F line) {
-    if (kind_ == Kind::watcher) store_grants(n, line, lane_);
+    if (kind_ == Kind::watcher) store_grants(n, line, lane_, ptx::store_line);
   }
   template <class F>
   __device__ void keep(int n, F mark) {

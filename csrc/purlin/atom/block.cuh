@@ -204,10 +204,10 @@ __device__ __forceinline__ void store_marks(int n, F mark, int lane, void (*stor
   if (m.word) store(m.word, m.value);
 }
 template <class F>
-__device__ __forceinline__ void store_grants(int n, F line, int lane) {
+__device__ __forceinline__ void store_grants(int n, F line, int lane, void (*store)(void*, ptx::Line)) {
   if (lane < 0 || lane >= n) return;
   GrantMark m = line(ptx::here(lane));
-  if (m.line) ptx::store_line(m.line, {m.value.place, m.value.tag});
+  if (m.line) store(m.line, {m.value.place, m.value.tag});
 }
 __device__ __forceinline__ void keep_word(Word* word, Word value) { *word = value; }
 

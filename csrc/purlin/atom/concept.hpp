@@ -1,8 +1,8 @@
 // What SNAC asks of hardware. An Atom is one team's hands: it moves bytes, publishes words and waits for them, with what one kind of machine offers.
 //
 // All lanes of a role call every operation with the same arguments; functions of a peer p in [0, n) are evaluated by the lane that looks after it.
-//   R1  Operations are started, not done. Within a role, copies, reductions, puts and notifies take effect in order.
-//   R2  What a role moved need not be visible to a peer before the notify that follows it; then it is.
+//   R1  Operations are started, not done. Within a role, copies, reductions, puts, notifies and lends take effect in order.
+//   R2  What a role moved need not be visible to a peer before the notify or lend that follows it; then it is.
 //   R3  What is started is performed in bounded time whatever the role does next; wait, expect, take and drain push it out. Pushing never blocks on a peer.
 //   R4  After wait or expect, all later operations of the role see what the word published; a packet publishes its payload and nothing else.
 //   R5  A tag of another signature ends a wait at once, whatever the other peers do. After anything but Arrival::yes the role starts nothing more;
@@ -108,6 +108,7 @@ concept Atom = requires(A a, int n, Place place, Range range, Sum sum, Where whe
   // Start: one release at system scope after all this role started, then *word = value for every peer.
   // Of up to two words a peer.
   a.notify(n, mark);
+  a.lend(n, line);  // the same of one line of 16 bytes a peer
   a.wait(n, mark, where);                             // acquire until *word >= value for every peer
   // Acquire until number_of(*word) == number_of(value) for every peer; other: the signature differs.
   a.expect(n, mark, where);

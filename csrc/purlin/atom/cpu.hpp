@@ -216,6 +216,11 @@ class Cpu {
     notify(n, mark);
   }
   template <class F>
+  void lend(int n, F line) {
+    settle();
+    grant(n, line);
+  }
+  template <class F>
   void grant(int n, F line) {
     for (int p = 0; p < n; ++p) {
       GrantMark m = line(p);

@@ -130,6 +130,22 @@ class Model {
     m_.yield();
   }
   template <class F>
+  void lend(int n, F line) {
+    starts("lend");
+    Role& r = role();
+    std::vector<GrantMark> lines;
+    for (int p = 0; p < n; ++p)
+      if (GrantMark m = line(p); m.line) lines.push_back(m);
+    if (!lines.empty())
+      r.queue.push_back([this, &r, seen = r.seen, lines]() mutable {
+        i64 k = m_.random.below(static_cast<i64>(lines.size()));
+        show(r, lines[static_cast<size_t>(k)], view(r, seen));
+        lines.erase(lines.begin() + k);
+        return lines.empty();
+      });
+    m_.yield();
+  }
+  template <class F>
   void tell(int n, F mark) {
     opens("tell");
     Role& r = role();
@@ -143,11 +159,7 @@ class Model {
     for (int p = 0; p < n; ++p) {
       GrantMark m = line(p);
       if (!m.line) continue;
-      r.loose.push_back([this, &r, m] {
-        m_.note(&r, "grants place %llu, message %llu", m.value.place, number_of(m.value.tag));
-        m_.memory.store_line(&m.line->tag, m.value.tag, m.value.place, r.now(), std::make_shared<Clock>(r.start));
-        return true;
-      });
+      r.loose.push_back([this, &r, m] { return show(r, m, r.start), true; });
     }
     m_.yield();
   }
@@ -328,6 +340,10 @@ class Model {
     auto clock = m_.temper.flaw == Flaw::relaxed_notify ? nullptr : std::make_shared<Clock>(released);
     m_.memory.store(m.word, m.value, r.now(), clock);
   }
+  void show(Role& r, const GrantMark& m, const Clock& released) {
+    m_.note(&r, "grants place %llu, message %llu", m.value.place, number_of(m.value.tag));
+    m_.memory.store_line(&m.line->tag, m.value.tag, m.value.place, r.now(), std::make_shared<Clock>(released));
+  }
   void trace(const Role& r, const char* what, const Word* word, Word value) {
     if (m_.tracing)
       m_.note(&r, "%s %s = %llu:%06llx", what, m_.name(word).c_str(), value >> signature_bits, value & signature_mask);
@@ -459,7 +475,8 @@ class Model {
       for (i64 wire = range.lo; wire < range.hi;) {
         i64 bytes = smaller(range.hi - wire, smaller(write.left(), mine.left()));
         if (write.at() && mine.at())
-          for (i64 i = 0; i < bytes;) i += fold(r, now, write.at() + i, mine.at() + i, from, wire - range.lo + i, sum);
+          for (i64 i = 0; i < bytes;)
+            i += fold(r, now, write.at() + i, mine.at() + i, from, wire - range.lo + i, sum, kept.get());
         write.advance(bytes);
         mine.advance(bytes);
         wire += bytes;
@@ -468,8 +485,8 @@ class Model {
     };
   }
   // One element; returns its bytes.
-  i64 fold(Role& r, const Clock& now, char* to, const char* mine, const std::vector<const char*>& from, i64 at,
-           Sum sum) {
+  i64 fold(Role& r, const Clock& now, char* to, const char* mine, const std::vector<const char*>& from, i64 at, Sum sum,
+           const std::vector<Incoming>* packets) {
     i64 size = 0;
     numeric::with_dtype(sum.dtype, [&](auto type) {
       using T = decltype(type);
@@ -478,7 +495,7 @@ class Model {
       size = sizeof one;
       for (size_t k = 0; k < from.size(); ++k) {
         const char* source = from[k] ? from[k] + at : mine;
-        if (m_.memory.holds(source))
+        if (!packets || m_.memory.holds(source))
           m_.memory.read(source, size, r.now(), now);  // else the payload of a packet that was taken
         std::memcpy(&one, source, sizeof one);
         total = k == 0 ? T::widen(one) : join(sum.op, total, T::widen(one));

@@ -54,6 +54,11 @@ __device__ __forceinline__ void store_line(void* to, Line line) {
                "l"(line.payload), "l"(line.tag)
                : "memory");
 }
+__device__ __forceinline__ void store_line_release(void* to, Line line) {
+  asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.release.sys.global.b128 [%0], v; }" ::"l"(to),
+               "l"(line.payload), "l"(line.tag)
+               : "memory");
+}
 
 // ---- vectors of 16 bytes, read and written once
 

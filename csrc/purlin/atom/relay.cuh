@@ -98,7 +98,7 @@ class Relay : public RingHands {
   }
   template <class F>
   __device__ void grant(int n, F line) {
-    if (loads_) store_grants(n, line, lane_);
+    if (loads_) store_grants(n, line, lane_, ptx::store_line);
   }
   template <class F>
   __device__ void keep(int n, F mark) {

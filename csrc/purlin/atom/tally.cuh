@@ -66,6 +66,8 @@ class RingHands {
   }
   __device__ void meet() const {}  // the roles of a ring never need to
 
+  template <class F>
+  __device__ void lend(int, F) const {}  // Borrow
   // Packets: Together.
   template <class C, class F, class G>
   __device__ Arrival put(int, C, F, G, Where) {

@@ -280,7 +280,7 @@ class Together {
     if (who.lane >= 0 && who.lane < who.lanes) gpu::copy(to, from, range, who);
   }
   template <class T, class F>
-  __device__ void reduce(int, T, const Place&, int, F, int, Range, Sum) {}  // rings only
+  __device__ void reduce(int, T, const Place&, int, F, int, Range, Sum) {}  // rings, and Borrow
 
   // Peers share the warps: a lane serves one peer, all peers are served at once.
   template <class C, class F, class G>
@@ -345,6 +345,11 @@ class Together {
     __syncthreads();
     store_marks(n, mark, lane(), ptx::store_release);
   }
+  template <class F>
+  __device__ void lend(int n, F line) {
+    __syncthreads();
+    store_grants(n, line, lane(), ptx::store_line_release);
+  }
   // What nobody here waits for is told by the second warp, while the first waits for others.
   template <class F>
   __device__ void tell(int n, F mark) {
@@ -352,7 +357,7 @@ class Together {
   }
   template <class F>
   __device__ void grant(int n, F line) {
-    store_grants(n, line, lane() - warp);
+    store_grants(n, line, lane() - warp, ptx::store_line);
   }
   template <class F>
   __device__ void keep(int n, F mark) {

@@ -51,7 +51,7 @@ class Traced {
     i64 begin = now();
     a_.reduce(1, to, own, n, slot, self, range, sum);
     add(What::consume, nobody, 0, range.hi - range.lo, begin);
-    at().use = places > 1 ? Use::gather : at().use;
+    if (places > 1 && at().use == Use::ring) at().use = Use::gather;
     for (int k = 1; k < places; ++k) copy(to(k), to(0), range);
   }
 
@@ -142,14 +142,11 @@ class Traced {
   }
   template <class F>
   void grant(int n, F line) {
-    at() = {Where::What::grant, Use::direct, 0};
-    for (int p = 0; p < n; ++p) {
-      GrantMark m = line(p);
-      if (!m.line) continue;
-      i64 begin = now();
-      a_.grant(n, [&](int q) { return q == p ? m : GrantMark{}; });
-      add(What::grant, p, number_of(m.value.tag), 0, begin);
-    }
+    show(n, line, [&](auto only) { a_.grant(n, only); });
+  }
+  template <class F>
+  void lend(int n, F line) {
+    show(n, line, [&](auto only) { a_.lend(n, only); });
   }
   template <class F>
   void keep(int n, F mark) {
@@ -184,6 +181,17 @@ class Traced {
     int rank = peer == nobody ? nobody : c_.rank_of(peer);
     Event event{what, acting_, at().use, team(), at().step, rank, number_, message, bytes, begin, end};
     trace_.add(event);
+  }
+  template <class F, class G>
+  void show(int n, F line, G act) {
+    at() = {Where::What::grant, Use::direct, 0};
+    for (int p = 0; p < n; ++p) {
+      GrantMark m = line(p);
+      if (!m.line) continue;
+      i64 begin = now();
+      act([&](int q) { return q == p ? m : GrantMark{}; });
+      add(What::grant, p, number_of(m.value.tag), 0, begin);
+    }
   }
   template <class F, class G>
   Arrival one_by_one(int n, F mark, G act) {

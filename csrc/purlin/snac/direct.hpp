@@ -16,6 +16,20 @@ struct Direct {
   PURLIN_FN Inbox mine() const { return {c.geometry, c.own_arena()}; }
   PURLIN_FN Inbox theirs(int p) const { return {c.geometry, c.peer_arena(p)}; }
   PURLIN_FN Grant* grant_in(int p) const { return mine().grants(p, a.team()); }
+
+  PURLIN_FN Mark granted(int p, int k) const {  // what I wait for: output k of peer p
+    return {&grant_in(p)[k].tag, tag(sent(p), c.pair[p].send_signature)};
+  }
+  PURLIN_FN GrantMark offer(int p, int k) const {  // what it says
+    Grant* line = theirs(p).grants(c.as_seen_by(p), a.team()) + k;
+    return {line, {static_cast<Word>(c.output[k] - c.own_arena()), tag(taken(p), c.pair[p].receive_signature)}};
+  }
+  PURLIN_FN Mark ready_out(int p) const {
+    return {theirs(p).ready(c.as_seen_by(p), a.team(), Use::direct, 0), tag(sent(p), c.pair[p].send_signature)};
+  }
+  PURLIN_FN Mark ready_in(int p) const {
+    return {mine().ready(p, a.team(), Use::direct, 0), tag(taken(p), c.pair[p].receive_signature)};
+  }
 };
 
 template <class A>
@@ -29,7 +43,7 @@ struct StageDirect {
   PURLIN_FN void step(int) {
     for (int k = 0; ok && k < c.grants; ++k) ok = granted(k);
     for (int p = 0; ok && p < c.peers(); ++p) push(p);
-    if (ok) a.notify(c.peers(), [&](int p) { return at().live(c.pair[p].send) ? ready(p) : Mark{}; });
+    if (ok) a.notify(c.peers(), [&](int p) { return at().live(c.pair[p].send) ? at().ready_out(p) : Mark{}; });
   }
   PURLIN_FN void close() {
     a.keep(c.peers(),
@@ -37,10 +51,7 @@ struct StageDirect {
   }
   PURLIN_FN Direct<A> at() const { return {a, c}; }
   PURLIN_FN bool granted(int k) {
-    auto grant = [&](int p) {
-      if (!at().live(c.pair[p].send)) return Mark{};
-      return Mark{&at().grant_in(p)[k].tag, tag(at().sent(p), c.pair[p].send_signature)};
-    };
+    auto grant = [&](int p) { return at().live(c.pair[p].send) ? at().granted(p, k) : Mark{}; };
     return a.expect(c.peers(), grant, {Where::What::grant, Use::direct, k}) == Arrival::yes;
   }
   PURLIN_FN void push(int p) {
@@ -49,10 +60,6 @@ struct StageDirect {
     if (range.empty()) return;
     a.copy(in_granted<A::flat>(pair.remote, c.peer_arena(p), at().grant_in(p)), in_tensors<A::flat>(pair.send, c.input),
            range);
-  }
-  PURLIN_FN Mark ready(int p) const {
-    return {at().theirs(p).ready(c.as_seen_by(p), a.team(), Use::direct, 0),
-            tag(at().sent(p), c.pair[p].send_signature)};
   }
 };
 
@@ -64,15 +71,12 @@ struct ConsumeDirect {
   PURLIN_FN void open() {
     announce(a, c);
     for (int k = 0; k < c.grants; ++k)
-      a.grant(c.peers(), [&](int p) { return at().live(c.pair[p].receive) ? offer(p, k) : GrantMark{}; });
+      a.grant(c.peers(), [&](int p) { return at().live(c.pair[p].receive) ? at().offer(p, k) : GrantMark{}; });
   }
   PURLIN_FN int steps() const { return 1; }
   PURLIN_FN void step(int) {
     copy_own(a, c, 0);  // while the messages are on their way
-    auto ready = [&](int p) {
-      if (!at().live(c.pair[p].receive)) return Mark{};
-      return Mark{at().mine().ready(p, a.team(), Use::direct, 0), tag(at().taken(p), c.pair[p].receive_signature)};
-    };
+    auto ready = [&](int p) { return at().live(c.pair[p].receive) ? at().ready_in(p) : Mark{}; };
     a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});
   }
   PURLIN_FN void close() {
@@ -81,10 +85,6 @@ struct ConsumeDirect {
     });
   }
   PURLIN_FN Direct<A> at() const { return {a, c}; }
-  PURLIN_FN GrantMark offer(int p, int k) const {
-    Grant* line = at().theirs(p).grants(c.as_seen_by(p), a.team()) + k;
-    return {line, {static_cast<Word>(c.output[k] - c.own_arena()), tag(at().taken(p), c.pair[p].receive_signature)}};
-  }
 };
 
 }  // namespace purlin::snac

@@ -1,0 +1,119 @@
+// Borrow: Together, for direct sums. Contributions are read where they lie, in outputs that peers have lent, and sums go back to all of them. No lane
+// waits for another between the grants and the notify: each loads from every rank, adds, and stores to every rank.
+#pragma once
+#include "sums.cuh"
+#include "together.cuh"
+
+namespace purlin::gpu {
+
+struct Borrowed {  // in shared memory, of the range that is added: where the k-th contribution and the k-th place begin
+  char *from[max_ranks], *to[max_ranks];
+  char* odd[max_ranks];  // the contributions once more, from where vectors end
+};
+
+// More than two contributions, all in vectors, into as many places: several of each are asked for before the first is added.
+template <class A>
+__device__ __forceinline__ void add_borrowed(const Borrowed& b, int n, i64 bytes, Op op, Lanes team) {
+  constexpr int side_by_side = 2, ahead = 4;
+  i64 step = team.lanes * vector_bytes;
+#pragma unroll 1
+  for (i64 at = team.lane * vector_bytes; at < bytes; at += side_by_side * step) {
+    Fold<typename A::T, A::extreme, uint4> fold[side_by_side];
+    auto here = [&](int u) { return at + u * step < bytes; };
+#pragma unroll 1
+    for (int first = 0; first < n; first += ahead) {
+      uint4 held[ahead][side_by_side] = {};
+#pragma unroll
+      for (int k = 0; k < ahead; ++k)
+#pragma unroll
+        for (int u = 0; u < side_by_side; ++u)
+          if (first + k < n && here(u)) held[k][u] = ptx::load_vector(b.from[first + k] + at + u * step);
+#pragma unroll
+      for (int k = 0; k < ahead; ++k) {
+        if (first + k >= n) break;
+#pragma unroll
+        for (int u = 0; u < side_by_side; ++u) {
+          if (first + k == 0) {
+            fold[u].first(held[k][u]);
+          } else {
+            fold[u].next(held[k][u], op);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < side_by_side; ++u) {
+      if (!here(u)) break;
+      uint4 sum = fold[u].rounded(op, n);
+#pragma unroll 1
+      for (int k = 0; k < n; ++k) ptx::store_vector(b.to[k] + at + u * step, sum);
+    }
+  }
+}
+
+template <bool all_flat, class Adding>
+class Borrow : public Together<Use::direct, all_flat, Adding> {
+ public:
+  __device__ Borrow(const Launch& launch, int team, Borrowed* borrowed)
+      : Together<Use::direct, all_flat, Adding>(launch, team, nullptr), b_(borrowed) {}
+
+  // Lent first; what a call counts is kept while others wait.
+  template <class C, class S>
+  __device__ void both(int, C consume, S stage) {
+    consume.open();
+    stage.open();
+    consume.step(0);
+    stage.close();
+    consume.close();
+    stage.step(1);
+    consume.step(1);
+  }
+  template <class T, class F>
+  __device__ void reduce(int places, T to, const Place& own, int n, F slot, int self, Range range, Sum sum) {
+    i64 done = 0;
+    if constexpr (!std::is_same_v<Adding, AddsAny>) done = add_vectors(to, own, n, slot, self, range, sum.op);
+    if (range.lo + done < range.hi) add_odd(places, to, own, n, slot, self, range, done, sum);
+  }
+
+ private:
+  // Returns how many bytes it has added: none where they do not lie in vectors, else all but the last few.
+  template <class T, class F>
+  __device__ i64 add_vectors(T to, const Place& own, int n, F slot, int self, Range range, Op op) {
+    i64 whole = (range.hi - range.lo) & ~i64{15};
+    char *write = to(0).first + range.lo, *mine = own.first + range.lo;
+    if (!to(0).flat() || !own.flat() || ((bits(write) | bits(mine)) & 15) != 0) return 0;
+    if (n == 2) {
+      char *theirs = const_cast<char*>(slot(1 - self)), *also = to(1).first + range.lo;
+      if (((bits(theirs) | bits(also)) & 15) != 0) return 0;
+      add_two<Adding>(write, also, self == 0 ? mine : theirs, self == 0 ? theirs : mine, whole, op, lanes());
+      return whole;
+    }
+    if (int k = lanes().lane; k < n) {
+      b_->from[k] = k == self ? mine : const_cast<char*>(slot(k));
+      b_->to[k] = to(k).first + range.lo;
+    }
+    __syncthreads();
+    unsigned long long all = 0;
+    for (int k = 0; k < n; ++k) all |= bits(b_->from[k]) | bits(b_->to[k]);
+    if ((all & 15) != 0) return 0;
+    add_borrowed<Adding>(*b_, n, whole, op, lanes());
+    return whole;
+  }
+  // From byte `done` of the range on: into my own output, and from there to the others.
+  template <class T, class F>
+  __device__ void add_odd(int places, T to, const Place& own, int n, F slot, int self, Range range, i64 done, Sum sum) {
+    if (int k = lanes().lane; k < n && k != self) b_->odd[k] = const_cast<char*>(slot(k)) + done;
+    __syncthreads();
+    Range rest{range.lo + done, range.hi};
+    with_adds<Adding>(
+        sum, [&](auto adds) { gpu::reduce<decltype(adds)>(to(0), own, n, b_->odd, self, rest, sum.op, lanes()); });
+    __syncthreads();  // other lanes have written what this one reads
+#pragma unroll 1
+    for (int k = 1; k < places; ++k) copy_apart(to(k), to(0), rest, lanes());
+  }
+  __device__ static Lanes lanes() { return {static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)}; }
+
+  Borrowed* b_;
+};
+
+}  // namespace purlin::gpu
