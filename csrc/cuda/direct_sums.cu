@@ -19,28 +19,31 @@ template <Dtype dtype, int ranks>
 __global__ void __launch_bounds__(block_threads, 1) direct_sums_of(const __grid_constant__ Launches<ranks> all) {
   direct_sums<Adds<dtype, false>, true>(all);
 }
+constexpr int any_threads = 256;  // that registers suffice for every dtype
 template <int ranks>
-__global__ void __launch_bounds__(block_threads, 1) direct_sums_any(const __grid_constant__ Launches<ranks> all) {
+__global__ void __launch_bounds__(any_threads, 1) direct_sums_any(const __grid_constant__ Launches<ranks> all) {
   direct_sums<AddsAny, false>(all);
 }
 
+template <Dtype dtype, int ranks>
+Choice direct_sums_as() {
+  return {reinterpret_cast<const void*>(direct_sums_of<dtype, ranks>), block_threads, 0};
+}
 template <int ranks>
-const void* direct_sums_for(const Call& call) {
+Choice direct_sums_for(const Call& call) {
   if (call.flat && !is_extreme(call.sum.op)) {
     switch (call.sum.dtype) {
-      case Dtype::float32: return reinterpret_cast<const void*>(direct_sums_of<Dtype::float32, ranks>);
-      case Dtype::float16: return reinterpret_cast<const void*>(direct_sums_of<Dtype::float16, ranks>);
-      case Dtype::bfloat16: return reinterpret_cast<const void*>(direct_sums_of<Dtype::bfloat16, ranks>);
+      case Dtype::float32: return direct_sums_as<Dtype::float32, ranks>();
+      case Dtype::float16: return direct_sums_as<Dtype::float16, ranks>();
+      case Dtype::bfloat16: return direct_sums_as<Dtype::bfloat16, ranks>();
       default: break;
     }
   }
-  return reinterpret_cast<const void*>(direct_sums_any<ranks>);
+  return {reinterpret_cast<const void*>(direct_sums_any<ranks>), any_threads, 0};
 }
 Choice direct_sums(const Call& call, int ranks) {
-  const void* kernel = ranks == 1   ? direct_sums_for<1>(call)
-                       : ranks == 2 ? direct_sums_for<2>(call)
-                                    : direct_sums_for<most_fused>(call);
-  return {kernel, block_threads, 0};
+  if (ranks == 1) return direct_sums_for<1>(call);
+  return ranks == 2 ? direct_sums_for<2>(call) : direct_sums_for<most_fused>(call);
 }
 
 }  // namespace purlin::gpu

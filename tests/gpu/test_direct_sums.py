@@ -91,18 +91,21 @@ def test_large_sums_too(ranks: int, way: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_outputs_may_begin_anywhere_in_the_heap(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "op"), [(torch.bfloat16, "sum"), (torch.float32, "sum"), (torch.float16, "max"), (torch.uint8, "sum")]
+)
+def test_outputs_may_begin_anywhere_in_the_heap(ranks: int, dtype: torch.dtype, op: Op) -> None:
     """Views at other offsets on each rank, so that some lie in vectors and others do not; what lies beside them is left alone."""
-    inputs = [numbers(5001, torch.bfloat16, rank) for rank in range(ranks)]
-    wanted = reference(inputs, "sum")
+    inputs = [numbers(5001, dtype, rank) for rank in range(ranks)]
+    wanted = reference(inputs, op)
     with gpu_world(ranks, "fused", "direct", teams=3, slot_bytes=4096) as world:
         for turn in range(6):
             befores = [8 if turn == 0 else (turn * 3 + rank * 2) % 9 for rank in range(ranks)]
-            wholes = world.run(lambda comm: comm.empty((5020,), torch.bfloat16).fill_(7))
+            wholes = world.run(lambda comm: comm.empty((5020,), dtype).fill_(7))
             xs = [whole[before : before + 5001] for whole, before in zip(wholes, befores, strict=True)]
             for x, mine in zip(xs, inputs, strict=True):
                 x.copy_(mine)
-            summed(world, [[(x, x)] for x in xs], "sum")
+            summed(world, [[(x, x)] for x in xs], op)
             for x, whole, before in zip(xs, wholes, befores, strict=True):
                 assert same_values(x.cpu(), wanted)
                 assert (whole[:before] == 7).all() and (whole[before + 5001 :] == 7).all()

@@ -51,6 +51,21 @@ __device__ __forceinline__ void add_borrowed(const Borrowed& b, int n, i64 bytes
   }
 }
 
+// Element by element, wherever they lie: the last few bytes, and outputs that begin between two vectors.
+template <class A>
+__device__ __noinline__ void add_elements(const Place& to, const Place& own, int n, char* const* from, int self,
+                                          Range range, Op op, Lanes team) {
+  using Stored = typename A::T::Stored;
+  for_each_item(to, own, range, [&](int k, i64 at, i64 lo, i64 hi) {
+    Stretch write = stretch(to, k, at), mine = stretch(own, k, at);
+    auto load = [&](int r, i64 b) {
+      return *reinterpret_cast<const Stored*>(r == self ? mine.byte(b) : from[r] + (at - range.lo) + b);
+    };
+    auto store = [&](i64 b, Stored v) { *reinterpret_cast<Stored*>(write.byte(b)) = v; };
+    fold_units<typename A::T, A::extreme, Stored, 1>(lo, hi, n, op, team, load, store);
+  });
+}
+
 template <bool all_flat, class Adding>
 class Borrow : public Together<Use::direct, all_flat, Adding> {
  public:
@@ -88,28 +103,41 @@ class Borrow : public Together<Use::direct, all_flat, Adding> {
       add_two<Adding>(write, also, self == 0 ? mine : theirs, self == 0 ? theirs : mine, whole, op, lanes());
       return whole;
     }
-    if (int k = lanes().lane; k < n) {
+    if (lanes().lane < n) {
+      int k = ptx::here(lanes().lane);
       b_->from[k] = k == self ? mine : const_cast<char*>(slot(k));
       b_->to[k] = to(k).first + range.lo;
     }
     __syncthreads();
-    unsigned long long all = 0;
-    for (int k = 0; k < n; ++k) all |= bits(b_->from[k]) | bits(b_->to[k]);
-    if ((all & 15) != 0) return 0;
+    if (!lie_in_vectors(b_->from, n) || !lie_in_vectors(b_->to, n)) return 0;
     add_borrowed<Adding>(*b_, n, whole, op, lanes());
     return whole;
   }
   // From byte `done` of the range on: into my own output, and from there to the others.
   template <class T, class F>
   __device__ void add_odd(int places, T to, const Place& own, int n, F slot, int self, Range range, i64 done, Sum sum) {
-    if (int k = lanes().lane; k < n && k != self) b_->odd[k] = const_cast<char*>(slot(k)) + done;
+    if (lanes().lane < n) {
+      int k = ptx::here(lanes().lane);
+      b_->odd[k] = k == self ? nullptr : const_cast<char*>(slot(k)) + done;
+    }
     __syncthreads();
     Range rest{range.lo + done, range.hi};
-    with_adds<Adding>(
-        sum, [&](auto adds) { gpu::reduce<decltype(adds)>(to(0), own, n, b_->odd, self, rest, sum.op, lanes()); });
+    with_adds<Adding>(sum, [&](auto adds) {
+      using Adds = decltype(adds);
+      if (std::is_same_v<Adding, AddsAny> && lie_in_vectors(b_->odd, n)) {
+        gpu::reduce<Adds>(to(0), own, n, b_->odd, self, rest, sum.op, lanes());
+      } else {
+        add_elements<Adds>(to(0), own, n, b_->odd, self, rest, sum.op, lanes());
+      }
+    });
     __syncthreads();  // other lanes have written what this one reads
 #pragma unroll 1
     for (int k = 1; k < places; ++k) copy_apart(to(k), to(0), rest, lanes());
+  }
+  __device__ static bool lie_in_vectors(char* const* all, int n) {
+    unsigned long long any = 0;
+    for (int k = 0; k < n; ++k) any |= bits(all[k]);
+    return (any & 15) == 0;
   }
   __device__ static Lanes lanes() { return {static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)}; }
 
