@@ -212,8 +212,11 @@ def _in_place(case: Case, rank: int, inputs: Allocate, outputs: Allocate) -> tup
         return [out.chunk(case.ranks)[rank]], [out]
     if case.collective not in ("reduce_scatter", "all_reduce"):
         raise ValueError(f"{case.collective} has no form in place")
+    if case.collective == "all_reduce":
+        x = outputs(step.shape, case.dtype)
+        return [x], [x]
     x = inputs(step.shape, case.dtype)
-    return [x], [x if case.collective == "all_reduce" else x.chunk(case.ranks)[rank]]
+    return [x], [x.chunk(case.ranks)[rank]]
 
 
 def fill(case: Case, parts: Parts, rank: int, turn: int) -> None:

@@ -15,7 +15,8 @@ from tests.gpu.devices import DEVICE, gpu_world
 
 pytestmark = pytest.mark.gpu
 
-HOWS = ["eager", "inductor"]
+# A kernel that is loaded while a peer's waits can hang: eager calls come first, and compiled ones run the same kernels.
+HOWS = ["eager", "aot_eager"]
 
 
 @contextmanager
