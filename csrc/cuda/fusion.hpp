@@ -5,6 +5,8 @@
 #include "kernels.cuh"
 #include "launch.hpp"
 
+#include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <span>
@@ -33,9 +35,9 @@ class Fusion {
     int other;  // a rank that did not come, or that came with another call
   };
 
-  // alone: the other ranks did not come within `timeout`; differ: one launch cannot serve their calls, so none was made; abandoned: a rank gave up; left: a
-  // rank closed its communicator. Every rank's stream sees the launch as
-  // its own. Throws std::runtime_error, on every rank, when CUDA refuses it.
+  // alone: the other ranks did not come within `timeout`; differ: one launch cannot serve their calls, so none was made; abandoned: a rank gave up, or an
+  // earlier call has failed and its host need not come; left: a rank closed its communicator. Every rank's stream sees the launch as its own. Throws
+  // std::runtime_error, on every rank, when CUDA refuses it.
   Result bring(const Launch& launch, cudaStream_t stream, std::chrono::nanoseconds timeout) {
     std::unique_lock lock(mutex_);
     std::size_t rank = static_cast<std::size_t>(launch.call.rank);
@@ -45,7 +47,7 @@ class Fusion {
     long turn = turn_;
     if (over()) return ending();
     if (++come_ < static_cast<int>(brought_.size())) {
-      everyone_.wait_for(lock, timeout, [&] { return turn_ != turn || over(); });
+      await(lock, turn, timeout, *launch.page);
       if (turn_ == turn) {
         --come_;
         int missing = absent();
@@ -80,12 +82,24 @@ class Fusion {
   }
 
  private:
+  static constexpr std::chrono::milliseconds look_every{20};
   struct Brought {
     int device;
     cudaStream_t stream;
     cudaEvent_t event;
     bool here;  // waits for the others
   };
+  // Until all have come, somebody has given up, or it is too late. A kernel tells its failure through `page`, and wakes nobody.
+  void await(std::unique_lock<std::mutex>& lock, long turn, std::chrono::nanoseconds timeout, const Page& page) {
+    auto deadline = std::chrono::steady_clock::now() + timeout;
+    while (turn_ == turn && !over() && std::chrono::steady_clock::now() < deadline) {
+      everyone_.wait_for(lock, std::min<std::chrono::nanoseconds>(timeout, look_every));
+      if (turn_ == turn && *static_cast<const volatile Word*>(&page.poison) != 0) {
+        abandoned_ = true;
+        everyone_.notify_all();
+      }
+    }
+  }
   int other_than(std::size_t rank) const {  // the first rank that brought a call of another kind
     int r = 0;
     while (one_launch_serves(launches_.of[rank].call, launches_.of[r].call)) ++r;

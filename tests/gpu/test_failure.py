@@ -179,6 +179,27 @@ def test_disagreement_on_streams_is_named_and_the_gpu_lives(name: str) -> None:
         assert all(type(error) is MismatchError and "rank 1 called" in str(error) for error in errors), errors
 
 
+def test_who_waits_for_others_to_launch_hears_that_they_need_not_come() -> None:
+    """The kernel of a first call fails while rank 1 has brought its second already; rank 0 never brings one."""
+
+    def work(comm: Communicator) -> None:
+        x = torch.ones(8, device=comm.device)
+        torch.cuda._sleep(40_000_000)
+        comm.redistribute(x, "n@ -> n", tag=f"of rank {comm.rank}")
+        if comm.rank == 1:
+            comm.redistribute(x, "n@ -> n", tag="second")
+        torch.cuda.current_stream().synchronize()
+        comm.check()
+
+    with the_gpu_lives(), gpu_world(2, "fused") as world:
+        world.run(gather)
+        settled(world)
+        began = time.monotonic()
+        errors = errors_of(world, work)
+        assert time.monotonic() - began < 5
+        assert all(type(error) is MismatchError for error in errors), errors
+
+
 def test_the_call_that_failed_is_named_not_the_ones_behind_it() -> None:
     """Rank 0 goes on making calls while its first waits in vain."""
 
