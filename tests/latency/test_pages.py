@@ -42,7 +42,7 @@ def test_benchmarks_shows_the_newest_run_of_pictures(two: Result) -> None:
     assert text.count("## A picture: tiny:flux, 64x48, 2 steps, 2 ranks") == 1
     assert "commit newer" in text and "commit older" not in text
     assert "| ours | eager | 2 |" in text
-    assert "- ours, compile: not asked for: --how compile" in text
+    assert "- ours (graph, compile+graph): a CUDA graph needs a GPU" in text and "not asked for" not in text
 
 
 def test_a_line_that_is_no_picture_is_named(tmp_path: Path) -> None:
