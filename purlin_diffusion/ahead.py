@@ -68,13 +68,15 @@ def line_of(devices: Sequence[torch.device], ranks: int) -> Line | None:
 class Ahead:
     """The latest root call of one session, as long as the host has not heard its end."""
 
-    def __init__(self, devices: Sequence[torch.device], ranks: int) -> None:
+    def __init__(self, devices: Sequence[torch.device], ranks: int, *, counts: bool = False) -> None:
+        """`counts`: other ranks run loops of their own, and compare where they are."""
         self._line = line_of(devices, ranks)
+        self.counts = counts and ranks > 1
         self._latest: Mark | None = None
         self.heard = 0  # failures, by whichever thread
         self.failure: BaseException | None = None  # the latest of them
         self._place: Hashable = None  # of the latest
-        self._here = threading.local()  # `loops`: those that the thread is in
+        self._here = threading.local()  # `loops`: those that the thread is in; `calls`: made in the innermost
 
     @property
     def waits(self) -> bool:
@@ -84,12 +86,20 @@ class Ahead:
     @contextmanager
     def loop(self) -> Iterator[None]:
         """For calls of this thread that may be heard late. Whoever opens it settles at its end."""
-        loops = getattr(self._here, "loops", 0)
-        self._here.loops = loops + 1
+        before = getattr(self._here, "loops", 0), getattr(self._here, "calls", None)
+        self._here.loops, self._here.calls = before[0] + 1, 0
         try:
             yield
         finally:
-            self._here.loops = loops
+            self._here.loops, self._here.calls = before
+
+    def place_in_loop(self) -> str:
+        """Which call of the loop that the thread is in comes now; each is asked for once."""
+        calls = getattr(self._here, "calls", None)
+        if calls is None:
+            return "a call outside of a pipeline's steps"
+        self._here.calls = calls + 1
+        return f"call {calls + 1} of the pipeline's steps"
 
     def moved(self) -> bool:
         """Whether a call launched now could overtake the latest: exchanges of two calls never run at once."""
@@ -144,6 +154,8 @@ class Settling(Protocol):
 
     def check(self) -> None: ...
 
+    def steps_ended(self, error: BaseException | None) -> None: ...
+
 
 class Loop:
     """In the place of a pipeline's `progress_bar` from open() until close(): in the `with` of a bar `sessions` may run ahead; at its end they settle.
@@ -178,18 +190,24 @@ class Loop:
 
     @contextmanager
     def _around(self) -> Iterator[None]:
-        """An exception inside is told as it is; what was launched before it the next call hears. A failure that another thread has heard meanwhile is
-        raised here, too: a call of this loop may have met it."""
+        """An exception inside is told as it is, and to the other ranks; what was launched before it the next call hears. A failure that another
+        thread has heard meanwhile is raised here, too: a call of this loop may have met it."""
         sessions = [session for each in self._sessions if (session := each()) is not None]
         before = [session.ahead.heard for session in sessions]
-        with ExitStack() as loops:
+        try:
+            with ExitStack() as loops:
+                for session in sessions:
+                    loops.enter_context(session.ahead.loop())
+                yield
+        except BaseException as error:
             for session in sessions:
-                loops.enter_context(session.ahead.loop())
-            yield
+                session.steps_ended(error)
+            raise
         for session, heard in zip(sessions, before, strict=True):
             session.check()
             if session.ahead.heard != heard and session.ahead.failure is not None:
                 raise session.ahead.failure
+            session.steps_ended(None)
 
 
 class _Bar:
@@ -219,8 +237,8 @@ class _Bar:
 
 
 def loop_of(pipe: Any, sessions: Sequence[Settling]) -> Loop | None:
-    """The loop of a pipeline, in its place; None where there is no bar to stand around it, or nothing to wait for."""
-    running = [session for session in sessions if session.ahead.waits]
+    """The loop of a pipeline, in its place; None where there is no bar to stand around it, or nothing to wait for and nobody to count with."""
+    running = [session for session in sessions if session.ahead.waits or session.ahead.counts]
     if not running or not callable(getattr(pipe, BAR, None)):
         return None
     loop = Loop(pipe, running)

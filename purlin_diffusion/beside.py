@@ -21,8 +21,8 @@ from purlin_core.spec import Sizes
 from purlin_diffusion.carrier import Around, Carrier
 from purlin_diffusion.config import Overlap
 
-# Keys and values a rank. Half of them move beside attention: of 4 MiB, 7 us at 300 GB/s, and about that takes what one part does not need: another
-# launch, the streams that wait for each other, the outputs laid side by side.
+# Keys and values a rank. Three quarters of them move beside attention: of 4 MiB, 10 us at 300 GB/s, and about that takes what one part does not need:
+# another launch, the streams that wait for each other, the outputs laid side by side.
 LEAST_BYTES = 4 << 20
 BLOCKS = 16  # of a GPU: with more the exchange ends sooner, and attention, which lacks them, later
 HIGH = -1  # priority of a stream: blocks of an exchange go before those of an attention that wait for a place

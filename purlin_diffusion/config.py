@@ -38,7 +38,8 @@ class ParallelConfig:
     cfg, sequence, tensor, patch: ranks along each axis; None chooses.
     cfg: 2: where a pipeline puts both halves of guidance into one batch (SD3), each of two ranks computes one, and only the output moves; a call
     whose batch is odd, as skip-layer guidance makes one, is cut by tokens, and so are all with attention processors that may mix rows of a batch.
-    1: all calls are. None: as 2 where that can be, but as 1 where `sequence` or an `attention` was asked for: whoever names one means tokens.
+    1: all calls are, as forward hooks of your own need it that mix rows. None: as 2 where that can be, but as 1 where `sequence` or an `attention`
+    was asked for: whoever names one means tokens.
     attention: how sharded tokens meet at an attention. `gather_kv` moves keys and values once; `ulysses` moves tokens to heads and back.
     overlap: `gather_kv` exchanges the keys and values of most heads while the first attend. "auto": where each rank has a GPU of its own, from
     4 MiB a rank on; True: wherever there are two heads. Heads are computed as before. False, for it took longer between two H200 over NVLink: what an

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from purlin_diffusion.ahead import Ahead
 from purlin_diffusion.arguments import bind
 from purlin_diffusion.carrier import Carrier
 from purlin_diffusion.counters import Counters
+from purlin_diffusion.errors import InputsDifferError
 from purlin_diffusion.graph.key import Key
 from purlin_diffusion.graph.policy import Graphs, of_plan
 from purlin_diffusion.graph.store import Wish
@@ -52,7 +53,7 @@ class GroupSession:
         self._carriers, self._owned = carriers, owned
         self._lock = threading.RLock()
         self._closed = False
-        self._ahead = Ahead([device], self.ranks)
+        self._ahead = Ahead([device], self.ranks, counts=True)
         here = device_of(model)
         why = graphs.off(here, of_plan(plan), off)
         self._graphs = GroupGraphs([] if why else [graphs.pool(here)], graphs.limits, why)
@@ -86,6 +87,17 @@ class GroupSession:
         """Wait for all calls that were launched. Raises what they met, as the next call would."""
         with self._lock, self._guarded():
             self._ahead.settled(self._carriers.device)
+
+    def steps_ended(self, error: BaseException | None) -> None:
+        """Raises InputsDifferError where this rank's steps have ended well, and another's have not ended, or not well."""
+        if self.ranks == 1 or self._closed or isinstance(error, (*_DEADLY, InputsDifferError)):
+            return  # those all ranks have heard
+        with self._lock:
+            if error is None:
+                agree(["the end of the pipeline's steps"], self._carriers.host)
+                return
+            with suppress(PurlinError):  # what this rank has met is being raised
+                agree([f"an error: {type(error).__name__}: {error}"], self._carriers.host)
 
     def close(self) -> None:
         """Give the model back as it was. Does nothing the second time."""
@@ -132,7 +144,9 @@ class GroupSession:
             raise
 
     def _agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Key, Wish]:
-        """The root's arguments, their key here, and what all ranks do. What is wrong on this rank is told to the others, where it may be right."""
+        """The root's arguments, their key here, and what all ranks do. What is wrong on this rank is told to the others, where it may be right; and a
+        rank that has left a picture amid its steps, and begun another, is named."""
+        where = self._ahead.place_in_loop()
         try:
             self._sharded.doors.anchor()
             refuse_gradients(self._sharded.model)
@@ -143,7 +157,7 @@ class GroupSession:
             raise
         key, wish = self._graphs.look(self._sharded.model, arguments)
         try:
-            arguments, wishes = from_root(arguments, self._carriers, int(wish))
+            arguments, wishes = from_root(arguments, self._carriers, int(wish), where)
         except _DEADLY:
             self._ahead.forget()  # the call before met the same
             raise

@@ -32,14 +32,16 @@ class Carriers:
     host: Carrier
 
 
-def from_root(arguments: Mapping[str, Any], carriers: Carriers, word: int = 0) -> tuple[dict[str, Any], list[int]]:
+def from_root(
+    arguments: Mapping[str, Any], carriers: Carriers, word: int = 0, where: str = ""
+) -> tuple[dict[str, Any], list[int]]:
     """`arguments` with every tensor the root's, and the `word` (0 to 255) of every rank. Collective.
 
-    Raises InputsDifferError, on every rank, when their structures differ.
+    Raises InputsDifferError, on every rank, when their structures differ, or `where`: what this rank does.
     """
     if carriers.device.ranks == 1:
         return dict(arguments), [word]
-    words = agree(describe(arguments), carriers.host, word)
+    words = agree([where, *describe(arguments)], carriers.host, word)
     mine = [value for _, value in leaves(arguments) if isinstance(value, Tensor)]
     theirs = iter(_broadcast([x for x in mine if x.device.type != "cpu"], carriers.device))
     theirs_host = iter(_broadcast([x for x in mine if x.device.type == "cpu"], carriers.host))
@@ -87,6 +89,8 @@ def _gather_texts(text: bytes, host: Carrier) -> list[str]:
 
 
 def _difference(root: list[str], other: list[str], rank: int) -> str:
+    if root[0] != other[0]:  # they are not at the same call: what it is called with says nothing
+        root, other = root[:1], other[:1]
     said = [line for line in root if line not in other]
     heard = [line for line in other if line not in root]
     return (

@@ -105,6 +105,9 @@ class LocalSession:
             self._follow()
             return result
 
+    def steps_ended(self, error: BaseException | None) -> None:
+        """There is one loop for all ranks: nobody has to be told."""
+
     def check(self) -> None:
         """Wait for all calls that were launched. Raises what they met, as the next call would."""
         with self._lock:

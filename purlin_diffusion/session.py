@@ -40,6 +40,9 @@ class Session(Protocol):
     def check(self) -> None:
         """Wait for all calls that were launched. Raises what they met, as the next call would."""
 
+    def steps_ended(self, error: BaseException | None) -> None:
+        """Where a pipeline's steps end, well or by `error`. Collective between processes: all hear what one has met outside of the model."""
+
     def on_all(self, fn: Callable[[nn.Module], Any]) -> Any: ...
 
     def close(self) -> None: ...

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from purlin_diffusion.pipelines import flux
 from torch import Tensor
 
 from purlin_core import Communicator, LocalWorld, MismatchError, PeerError
@@ -233,3 +234,39 @@ def test_a_communicator_goes_without_devices(world: LocalWorld, tiny: Callable[.
         parallelize(model, communicator="nccl")  # type: ignore[arg-type]
     with pytest.raises(NotBuiltError, match='text="root"'):
         parallelize(model, ParallelConfig(text="root"), communicator=comm)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_what_one_rank_meets_in_a_callback_is_raised_on_all_and_the_next_picture_is_right(
+    world: LocalWorld, step: int
+) -> None:
+    """Amid the steps, and after the last of them, when nobody calls the denoiser any more."""
+    pipes = [flux.tiny() for _ in range(RANKS)]
+    for pipe in pipes:
+        pipe.set_progress_bar_config(disable=True)
+    one = drawn(pipes[0])
+
+    def rank_of(comm: Communicator) -> Any:
+        torch.set_num_threads(1)
+
+        def callback(_pipe: Any, at: int, _time: Any, kept: dict[str, Any]) -> dict[str, Any]:
+            if comm.rank == 1 and at == step:
+                raise KeyError("out of glue")
+            return kept
+
+        handle = parallelize(pipes[comm.rank], communicator=comm)
+        met = caught(drawn, pipe=pipes[comm.rank], callback_on_step_end=callback)
+        after = [drawn(pipes[comm.rank]) for _ in range(2)]
+        handle.undo()
+        return met, after
+
+    for rank, (met, after) in enumerate(world.run(rank_of)):
+        assert type(met) is (KeyError if rank == 1 else InputsDifferError), (rank, met)
+        assert rank == 1 or "rank 1 has an error: KeyError: 'out of glue'" in str(met), met
+        assert all((out - one).abs().max() <= 1e-4 for out in after)
+
+
+def drawn(pipe: Any, **changes: Any) -> Tensor:
+    call = {"height": 48, "width": 80, "num_inference_steps": 3, "max_sequence_length": 31, "output_type": "latent"}
+    latents: Tensor = pipe("an oak", generator=torch.Generator().manual_seed(0), **call, **changes).images
+    return latents
