@@ -297,17 +297,8 @@ class Communicator:
         granted = out is not None and self._tie.heap.holds_all(out)
         asked = Asked(call, texts, freeze_sizes(sizes), op, tag, self.device, granted, self._budget)
         wanted = None if out is None else facts_of(out)[0]
-        key = (
-            call,
-            texts,
-            asked.sizes,
-            op,
-            tag,
-            self._budget,
-            granted,
-            facts_of(tensors)[0],
-            wanted,
-        )  # as _call() has it
+        # as _call() has it
+        key = (call, texts, asked.sizes, op, tag, self._budget, granted, facts_of(tensors)[0], wanted)
         return self._plans.get(key) or self._plan_call(key, asked, tensors, out)
 
     def stats(self) -> Stats:

@@ -155,7 +155,7 @@ PROTOCOL = (
     mutant("direct: no notify", DIRECT, MODEL, drop(DIRECT_NOTIFY)),
     mutant("direct: no wait for the message", DIRECT, MODEL, drop("a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});")),
     mutant("direct: sent not kept", DIRECT, MODEL, ("at().sent(p) + at().live(c.pair[p].send)}", "at().sent(p)}")),
-    mutant("direct: taken not kept", DIRECT, MODEL, ("at().taken(p) + at().live(c.pair[p].receive)}", "at().taken(p)}")),
+    mutant("direct: taken not kept", DIRECT, MODEL, ("taken(p) + live(c.pair[p].receive)}", "taken(p)}")),
     mutant("direct sums: no wait for what is lent", DIRECT_SUMS, MODEL, ("range.empty() || !lent()) return;", "range.empty()) return;")),
     mutant("direct sums: adds after a failed wait", DIRECT_SUMS, MODEL, ("range.empty() || !lent()) return;", "range.empty()) return; lent();")),
     mutant("direct sums: nothing is lent", DIRECT_SUMS, MODEL, ("? at().offer(p, 0) : GrantMark{}", "? GrantMark{} : GrantMark{}")),
@@ -168,7 +168,7 @@ PROTOCOL = (
     mutant("direct sums: no wait for the sums of others", DIRECT_SUMS, MODEL, drop(LENT_READY)),
     mutant("direct sums: everyone adds first", DIRECT_SUMS, MODEL, ("if (i == 0 || range", "if (i != 0 || range")),
     mutant("direct sums: sent not kept", DIRECT_SUMS, MODEL, ("at().sent(p) + at().live(c.own_from)}", "at().sent(p)}")),
-    mutant("direct sums: taken not kept", DIRECT_SUMS, MODEL, ("at().taken(p) + at().live(c.pair[p].receive)}", "at().taken(p)}")),
+    mutant("direct sums: taken not kept", DIRECT_SUMS, MODEL, ("return at().taken_after(p);", "return Mark{};")),
     mutant("post: never told", ENTRY, MODEL, ("if (a.team() != 0) return;", "if (a.team() >= 0) return;")),
     mutant("post: a call too early", ENTRY, MODEL, ("tag(c.progress->calls, c.sig", "tag(c.progress->calls + 1, c.sig")),
 )

@@ -30,6 +30,9 @@ struct Direct {
   PURLIN_FN Mark ready_in(int p) const {
     return {mine().ready(p, a.team(), Use::direct, 0), tag(taken(p), c.pair[p].receive_signature)};
   }
+  PURLIN_FN Mark taken_after(int p) const {  // the count as this call leaves it
+    return {count(p).taken_on(Use::direct), taken(p) + live(c.pair[p].receive)};
+  }
 };
 
 template <class A>
@@ -80,9 +83,7 @@ struct ConsumeDirect {
     a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});
   }
   PURLIN_FN void close() {
-    a.keep(c.peers(), [&](int p) {
-      return Mark{at().count(p).taken_on(Use::direct), at().taken(p) + at().live(c.pair[p].receive)};
-    });
+    a.keep(c.peers(), [&](int p) { return at().taken_after(p); });
   }
   PURLIN_FN Direct<A> at() const { return {a, c}; }
 };

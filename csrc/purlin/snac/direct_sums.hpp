@@ -54,9 +54,7 @@ struct ConsumeSums {
     }
   }
   PURLIN_FN void close() {
-    a.keep(c.peers(), [&](int p) {
-      return Mark{at().count(p).taken_on(Use::direct), at().taken(p) + at().live(c.pair[p].receive)};
-    });
+    a.keep(c.peers(), [&](int p) { return at().taken_after(p); });
   }
   PURLIN_FN Direct<A> at() const { return {a, c}; }
   PURLIN_FN void contribute(int p) {  // to slice p; to my own I add from the input
