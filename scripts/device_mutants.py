@@ -53,7 +53,9 @@ FLAGS = (
 KERNELS = ("direct", "direct_sums", "endpoint", "packet_sums", "packets", "staged", "staged_sums")
 LATE = "tests/cpp/late.cuh"
 
-PTX, RELAY, APART, TOGETHER, BORROW = (f"atom/{name}.cuh" for name in ("ptx", "relay", "apart", "together", "borrow"))
+PTX, RELAY, APART, TOGETHER, BORROW, CREWS = (
+    f"atom/{name}.cuh" for name in ("ptx", "relay", "apart", "together", "borrow", "packets")
+)
 
 
 def soak(*restricted: str, calls: int = 4000) -> tuple[str, ...]:
@@ -61,6 +63,7 @@ def soak(*restricted: str, calls: int = 4000) -> tuple[str, ...]:
 
 
 PACKET = soak("--regime", "packet", "--kind", "copy")
+PACKET_SUMS = soak("--regime", "packet", "--kind", "all-reduce")
 RINGS = soak("--regime", "staged", "--kind", "copy")
 SUMS = soak("--regime", "staged", "--kind", "all-reduce")
 GRANTS = soak("--regime", "direct", "--kind", "copy")
@@ -90,11 +93,14 @@ MUTANTS = (
                  ("packets",)),
     Mutant("packet: one credit too many", PACKETS, PACKET, (("credit_for(all().sent(p), packet", "credit_for(all().sent(p) - 1, packet"),),
                  ("packets",)),
-    Mutant("packet: not all lines are looked at", TOGETHER, PACKET,
+    Mutant("packet: not all lines are looked at", CREWS, PACKET,
                  (("all &= !due(u) || number_of(got[u].tag)", "all &= !due(u) || u >= 1 || number_of(got[u].tag)"),
                   ("agreed &= !due(u) || got[u].tag", "agreed &= !due(u) || u >= 1 || got[u].tag")),
                  ("packets",)),
-    Mutant("direct: no wait for the grant", DIRECT, GRANTS, (("k < c.grants; ++k) ok = granted(k)", "k < 0; ++k) ok = granted(k)"),),
+    Mutant("packet sums: taken while what they overwrite is sent", CREWS, PACKET_SUMS, (("come_together(); if (is_dead())", "if (is_dead())"),),
+                 ("packet_sums",),
+                 may_survive=True),
+    Mutant("direct: no wait for the grant", DIRECT, GRANTS, (("a.expect(c.grants * c.peers(), grant", "a.expect(0, grant"),),
                  ("direct",)),
     Mutant("direct: notify before the copy", DIRECT, GRANTS, (swap(DIRECT_COPY, DIRECT_NOTIFY),), ("direct",)),
     Mutant("direct: no wait for the message", DIRECT, GRANTS,

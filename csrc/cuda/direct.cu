@@ -11,7 +11,7 @@ constexpr i64 bulk_from = 64 << 10;
 template <bool flat, int ranks>
 __global__ void __launch_bounds__(block_threads, 1) direct_kernel(const __grid_constant__ Launches<ranks> all) {
   auto [launch, team] = seat(all);
-  Together<Use::direct, flat> atom(launch, team, nullptr);
+  Together<flat> atom(launch, team);
   if (!atom.enter()) return;
   snac::direct(atom, launch.call);
   atom.leave();

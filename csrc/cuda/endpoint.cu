@@ -1,7 +1,7 @@
 // The end of a communicator on a GPU, the kernels' host side: plans in device memory, pages through which a kernel tells its host that it failed.
 #include "../purlin/endpoint.hpp"
 
-#include "../purlin/atom/together.cuh"
+#include "../purlin/atom/packets.cuh"
 #include "fusion.hpp"
 #include "launch.hpp"
 
@@ -83,7 +83,7 @@ Endpoint::Endpoint(int rank, const Geometry& geometry, std::vector<std::uintptr_
   s.bulk = gpu::bulk_copies_are_in_the_code();
   s.rank = rank;
   s.geometry = geometry;
-  s.share = divider(static_cast<unsigned>(larger(1, gpu::block_warps / larger(1, geometry.ranks - 1))));
+  s.share = divider(static_cast<unsigned>(gpu::crew / larger(1, geometry.ranks - 1) & ~15));
   for (std::uintptr_t arena : arenas) s.arenas.push_back(reinterpret_cast<char*>(arena));
   s.timeout = std::chrono::nanoseconds(static_cast<i64>(timeout_s * 1e9));
   std::size_t bytes = sizeof(Counts) * static_cast<std::size_t>(s.channels()) + sizeof(Progress);

@@ -1,4 +1,4 @@
-#include "../purlin/atom/together.cuh"
+#include "../purlin/atom/packets.cuh"
 #include "../purlin/snac.hpp"
 #include "kernels.cuh"
 
@@ -8,7 +8,7 @@ template <class Adding, bool flat, int ranks>
 __device__ __forceinline__ void packet_sums(const Launches<ranks>& all) {
   __shared__ Incoming incoming;
   auto [launch, team] = seat(all);
-  Together<Use::packet, flat, Adding> atom(launch, team, &incoming);
+  Packets<flat, Adding> atom(launch, team, &incoming);
   if (!atom.enter()) return;
   snac::packets(atom, launch.call);
   atom.leave();

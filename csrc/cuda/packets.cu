@@ -1,4 +1,4 @@
-#include "../purlin/atom/together.cuh"
+#include "../purlin/atom/packets.cuh"
 #include "../purlin/snac.hpp"
 #include "kernels.cuh"
 
@@ -7,7 +7,7 @@ namespace purlin::gpu {
 template <bool flat, int ranks>
 __global__ void __launch_bounds__(block_threads, 1) packets_kernel(const __grid_constant__ Launches<ranks> all) {
   auto [launch, team] = seat(all);
-  Together<Use::packet, flat> atom(launch, team, nullptr);
+  Packets<flat> atom(launch, team, nullptr);
   if (!atom.enter()) return;
   snac::packets(atom, launch.call);
   atom.leave();

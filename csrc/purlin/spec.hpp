@@ -51,6 +51,9 @@ struct Call {
   PURLIN_FN char* own_arena() const { return arena[rank]; }
   PURLIN_FN char* peer_arena(int peer) const { return arena[rank_of(peer)]; }
   PURLIN_FN int peer_of(int other) const { return other > rank ? other - rank - 1 : other - rank - 1 + ranks; }
+  PURLIN_FN int peer_of_mark(int i) const {
+    return i < peers() ? i : i % peers();
+  }  // peer by peer, and so on from the first
   // As the peer counts its peers, which one am I?
   PURLIN_FN int as_seen_by(int peer) const { return ranks - 2 - peer; }
   PURLIN_FN Counts& count(int peer, int team) const { return counts[peer * counts_pitch + team]; }

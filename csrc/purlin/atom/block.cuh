@@ -18,7 +18,7 @@ struct Page {
 
 // A kernel's argument. It is read where it lies, in constant memory: what is the same for all lanes of a warp costs nothing there.
 struct Launch {
-  Divider share;  // warps of a block that serve one peer, where peers share them
+  Divider share;  // lanes of a role that serve one peer, where packets are sent: 16 or more
   Page* page;
   unsigned long long timeout;  // nanoseconds
   Call call;

@@ -67,10 +67,10 @@ __device__ __noinline__ void add_elements(const Place& to, const Place& own, int
 }
 
 template <bool all_flat, class Adding>
-class Borrow : public Together<Use::direct, all_flat, Adding> {
+class Borrow : public Together<all_flat> {
  public:
   __device__ Borrow(const Launch& launch, int team, Borrowed* borrowed)
-      : Together<Use::direct, all_flat, Adding>(launch, team, nullptr), b_(borrowed) {}
+      : Together<all_flat>(launch, team), b_(borrowed) {}
 
   // Lent first; what a call counts is kept while others wait.
   template <class C, class S>

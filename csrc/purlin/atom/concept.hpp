@@ -110,7 +110,8 @@ concept Atom = requires(A a, int n, Place place, Range range, Sum sum, Where whe
   a.notify(n, mark);
   a.lend(n, line);  // the same of one line of 16 bytes a peer
   a.wait(n, mark, where);                             // acquire until *word >= value for every peer
-  // Acquire until number_of(*word) == number_of(value) for every peer; other: the signature differs.
+  // Acquire until number_of(*word) == number_of(value) for every peer; other: the signature differs. Of several marks a
+  // peer, mark i is of peer c.peer_of_mark(i).
   a.expect(n, mark, where);
 
   a.tell(n, mark);   // in open() only: *word = value; the boundary between two calls orders it, no fence

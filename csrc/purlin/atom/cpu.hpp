@@ -248,9 +248,10 @@ class Cpu {
   }
   template <class F>
   Arrival expect(int n, F mark, Where where) {
-    for (int p = 0; p < n; ++p) {
-      Mark m = mark(p);
+    for (int i = 0; i < n; ++i) {
+      Mark m = mark(i);
       if (!m.word) continue;
+      int p = call_.peer_of_mark(i);
       if (Arrival got = tagged(m.word, m.value, p, where); got != Arrival::yes) return got;
       if (where.what == Where::What::grant && !allowed(m.word, p)) return fail(Fault::grant, p, where);
     }

@@ -329,10 +329,10 @@ class Model {
     return all;
   }
   template <class F>
-  static std::vector<Waited> awaited(int n, F mark) {
+  std::vector<Waited> awaited(int n, F mark) const {
     std::vector<Waited> all;
-    for (int p = 0; p < n; ++p)
-      if (Mark m = mark(p); m.word) all.push_back({p, m.word, m.value});
+    for (int i = 0; i < n; ++i)
+      if (Mark m = mark(i); m.word) all.push_back({c_.peer_of_mark(i), m.word, m.value});
     return all;
   }
   void store(Role& r, Mark m, const Clock& released) {

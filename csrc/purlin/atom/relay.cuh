@@ -116,14 +116,18 @@ class Relay : public RingHands {
   }
   template <class F>
   __device__ Arrival expect(int n, F mark, Where where) {
-    bool bad = loads_ && lane_ < n && !tagged_gently(l_, team_, mark(ptx::here(lane_)), lane_, where);
+    bool bad = false;
+    for (int i = lane_; loads_ && i < n; i += warp)
+      bad |= !tagged_gently(l_, team_, mark(ptx::here(i)), l_.call.peer_of_mark(i), where);
     Arrival how = loads_ ? verdict(bad) : has_failed() ? Arrival::never : Arrival::yes;
     if (where.what != Where::What::grant) return how;
     // A grant says where to: the storer needs it before it knows its first place.
     return ptx::barrier_or(role_barrier(), relay_threads, how != Arrival::yes) ? Arrival::never : Arrival::yes;
   }
   __device__ void drain() {
-    if (!loads_) {
+    if (loads_) {
+      settle();
+    } else {
       ptx::bulk_stored<0>();
       tell_noted();
     }
@@ -142,6 +146,7 @@ class Relay : public RingHands {
       for_each_run(from, range, lane_, [&](char* at, unsigned offset, unsigned count) {
         ptx::bulk_load(bytes + offset, at, count, x_->full + cell);
       });
+      loaded_ = pieces_;
     } else {
       if (!is_full(k)) return;
       for_each_run(to, range, lane_,
@@ -155,13 +160,22 @@ class Relay : public RingHands {
       if (!is_free(k)) return;
       if (lane_ == 0) ptx::gate_arrive(x_->full + k % cells);
       __syncwarp();
+      loaded_ = pieces_;
     } else {
       if (!is_full(k)) return;
       copy_apart(to, from, range, {lane_, warp});
       give_up(k);
     }
   }
-  __device__ bool is_free(unsigned k) const { return k < cells || passes(x_->empty + k % cells, k / cells - 1); }
+  // Whatever has failed: nothing is on its way into a cell that the next block may be given.
+  __device__ void settle() const {
+    for (unsigned k = loaded_ > cells ? loaded_ - cells : 0; k < loaded_; ++k)
+      while (!ptx::gate_passed(x_->full + k % cells, k / cells & 1)) {}
+  }
+  __device__ bool is_free(unsigned k) {
+    dead_ = dead_ || (k >= cells && !passes(x_->empty + k % cells, k / cells - 1));
+    return !dead_;
+  }
   __device__ bool is_full(unsigned k) {
     ptx::Gate* gate = x_->full + k % cells;
     if (dead_) return false;
@@ -214,7 +228,7 @@ class Relay : public RingHands {
   int lane_;
   Cells* x_;
   char* memory_;
-  unsigned pieces_ = 0, due_ = 0;
+  unsigned pieces_ = 0, loaded_ = 0, due_ = 0;
   bool noted_ = false, dead_ = false;
   Mark note_{};
   Word* counted_ = nullptr;  // a word that this lane has waited for, and what it held

@@ -127,7 +127,6 @@ class Traced {
   template <class F>
   Arrival expect(int n, F mark, Where where) {
     at() = where;
-    if (where.what == Where::What::grant) at().step = 0;  // it counts grants
     return one_by_one(n, mark, [&](int p, Mark m, auto only) {
       i64 begin = now();
       Arrival got = a_.expect(n, only, where);
@@ -195,9 +194,10 @@ class Traced {
   }
   template <class F, class G>
   Arrival one_by_one(int n, F mark, G act) {
-    for (int p = 0; p < n; ++p) {
-      Mark m = mark(p);
+    for (int i = 0; i < n; ++i) {
+      Mark m = mark(i);
       if (!m.word) continue;
+      int p = c_.peer_of_mark(i);
       Arrival got = act(p, m, [&](int q) { return q == p ? m : Mark{}; });
       if (got != Arrival::yes) return got;
     }

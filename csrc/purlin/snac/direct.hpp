@@ -44,7 +44,7 @@ struct StageDirect {
   PURLIN_FN void open() {}
   PURLIN_FN int steps() const { return 1; }
   PURLIN_FN void step(int) {
-    for (int k = 0; ok && k < c.grants; ++k) ok = granted(k);
+    ok = granted();
     for (int p = 0; ok && p < c.peers(); ++p) push(p);
     if (ok) a.notify(c.peers(), [&](int p) { return at().live(c.pair[p].send) ? at().ready_out(p) : Mark{}; });
   }
@@ -53,9 +53,12 @@ struct StageDirect {
            [&](int p) { return Mark{at().count(p).sent_on(Use::direct), at().sent(p) + at().live(c.pair[p].send)}; });
   }
   PURLIN_FN Direct<A> at() const { return {a, c}; }
-  PURLIN_FN bool granted(int k) {
-    auto grant = [&](int p) { return at().live(c.pair[p].send) ? at().granted(p, k) : Mark{}; };
-    return a.expect(c.peers(), grant, {Where::What::grant, Use::direct, k}) == Arrival::yes;
+  PURLIN_FN bool granted() {  // all outputs of all peers
+    auto grant = [&](int i) {
+      int p = c.peer_of_mark(i);
+      return at().live(c.pair[p].send) ? at().granted(p, i / c.peers()) : Mark{};
+    };
+    return a.expect(c.grants * c.peers(), grant, {Where::What::grant, Use::direct, 0}) == Arrival::yes;
   }
   PURLIN_FN void push(int p) {
     const Pair& pair = c.pair[p];
