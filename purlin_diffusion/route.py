@@ -25,9 +25,9 @@ from purlin_diffusion.workers import on_threads
 
 _log = logging.getLogger("purlin_diffusion")
 
-# Of a GPU, for what exchanges bring, which peers write directly: more than twice the keys and values of a layer of FLUX at 1024.
-# What is larger goes the ordinary way.
-RESULTS_BYTES = 256 << 20
+# Of a GPU's memory, for what exchanges bring, which peers write directly while it fits in twice: 2 GiB of an H200, where keys and values of a layer
+# of FLUX at 2048 are 198 MiB. What is larger goes the ordinary way, which takes twice as long.
+RESULTS_SHARE = 64
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _places(devices: Sequence[torch.device]) -> str:
 
 def _local_purlin(config: ParallelConfig, devices: Sequence[torch.device]) -> Opened:
     place = devices[0] if len(set(devices)) == 1 else list(devices)
-    world = purlin_core.LocalWorld(len(devices), device=place, timeout=config.timeout, **_results(devices[0]))
+    world = purlin_core.LocalWorld(len(devices), device=place, timeout=config.timeout, **_results(devices))
     apart = not share_a_gpu(devices)
     return Opened([beside(each, config.overlap, apart=apart) for each in world.communicators], world.close)
 
@@ -157,7 +157,7 @@ def _local_torch(config: ParallelConfig, devices: Sequence[torch.device]) -> Ope
 
 def _group_purlin(config: ParallelConfig, group: Any, device: torch.device) -> Carriers:
     """Raises a PurlinError on every rank when one cannot."""
-    join = partial(purlin_core.Communicator, group, device, timeout=config.timeout, **_results(device))
+    join = partial(purlin_core.Communicator, group, device, timeout=config.timeout, **_results([device]))
     on_device = beside(_on_all(join, group), config.overlap, apart=True)
     if device.type == "cpu":
         return Carriers(device=on_device, host=on_device)
@@ -200,8 +200,18 @@ def _group_torch(config: ParallelConfig, group: Any, device: torch.device) -> Ca
     return Carriers(device=on_cpu if device.type == "cpu" else join("device", device), host=on_cpu)
 
 
-def _results(device: torch.device) -> dict[str, Any]:
-    return {} if device.type == "cpu" else {"heap_bytes": RESULTS_BYTES, "granted_results": True}
+def _results(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """`devices`: of the ranks of this process."""
+    if devices[0].type == "cpu":
+        return {}
+    sharing = max(devices.count(device) for device in devices)
+    total = min(torch.cuda.get_device_properties(device).total_memory for device in set(devices))
+    return {"heap_bytes": results_bytes(total // sharing), "granted_results": True}
+
+
+def results_bytes(memory: int) -> int:
+    """Of `memory` bytes that a rank may take of a GPU; a power of two, which is the same on GPUs of one kind."""
+    return 1 << (memory // RESULTS_SHARE).bit_length() - 1
 
 
 def _torch_name(device: torch.device) -> str:

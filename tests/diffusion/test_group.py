@@ -25,6 +25,7 @@ from purlin_diffusion import (
 from purlin_diffusion.carrier import Carrier
 from purlin_diffusion.host_carrier import HostCarrier
 from purlin_diffusion.inputs import Carriers, describe, from_root
+from purlin_diffusion.route import results_bytes
 
 RANKS = 3
 
@@ -224,6 +225,13 @@ def test_the_description_names_all_that_must_agree() -> None:
         "d: []",
         "e: torch.float16",
     ]
+
+
+@pytest.mark.parametrize("memory", [24 << 30, 80 << 30, 85_000_000_000, 141 << 30])
+def test_gpus_of_one_kind_set_as_much_aside_for_results(memory: int) -> None:
+    """What the driver keeps for itself differs by some MiB; a rank that set other bytes aside would be refused."""
+    assert results_bytes(memory) == results_bytes(memory - (64 << 20))
+    assert memory / 128 < results_bytes(memory) <= memory / 64
 
 
 def test_a_communicator_goes_without_devices(world: LocalWorld, tiny: Callable[..., Any]) -> None:
