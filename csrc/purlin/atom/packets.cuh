@@ -9,9 +9,9 @@ namespace purlin::gpu {
 constexpr int payload_bytes = 8, line_bytes = 16;             // wire bytes of packets are counted in 32 bits
 constexpr i64 little = i64{warp} * in_flight * vector_bytes;  // that a warp copies in one round
 constexpr int crew = block_threads / 2;                       // lanes of a role
-// Lines of a packet that a lane reads before it writes them; that it looks at together, or adds; and looks at of as many sources. What needs one line a lane
+// Lines of a packet that a lane reads before it may write, or looks at together, or of as many sources; more of them were slower. What needs one line a lane
 // has code of its own: at these sizes each instruction counts.
-constexpr int lines_ahead = 8, lines_taken = 8, lines_added = 6, sources_taken = 4;
+constexpr int lines_ahead = 4;
 
 // ---- payloads: 8 bytes of a tensor, fewer at the end of a message
 
@@ -76,34 +76,30 @@ __device__ __forceinline__ char* line_at(char* window, int byte) {
   return window + i64{byte} * (line_bytes / payload_bytes);
 }
 
-// What a lane holds of a flat packet, a round of it: the first one while it waits for leave to send it.
+// What a lane holds of a flat packet while it waits for leave to send it.
 struct Ahead {
   Word payload[lines_ahead];
 };
-// f(u, at) for this lane's lines of the round that begins at byte `first`.
+// f(u, at) for each line that it holds.
 template <class F>
-__device__ __forceinline__ void for_each_line(int first, int bytes, Lanes team, F f) {
-  int at = first + team.lane * payload_bytes, apart = team.lanes * payload_bytes;
+__device__ __forceinline__ void for_each_ahead(int bytes, Lanes team, F f) {
+  int at = team.lane * payload_bytes, apart = team.lanes * payload_bytes;
   if (at < bytes) f(0, at);
-  if (bytes - first <= apart) return;
+  if (bytes <= apart) return;
 #pragma unroll
   for (int u = 1; u < lines_ahead; ++u)
     if (at + u * apart < bytes) f(u, at + u * apart);
 }
-__device__ __forceinline__ void read_ahead(Ahead& held, const Stretch& from, bool even, int first, int bytes,
-                                           Lanes team) {
-  for_each_line(first, bytes, team, [&](int u, int at) { held.payload[u] = gather(from, even, at, bytes); });
+__device__ __forceinline__ void read_ahead(Ahead& held, const Stretch& from, bool even, int bytes, Lanes team) {
+  for_each_ahead(bytes, team, [&](int u, int at) { held.payload[u] = gather(from, even, at, bytes); });
 }
-__device__ __forceinline__ void put_flat(Ahead& held, const Stretch& from, bool even, int bytes, const Lines& to,
+__device__ __forceinline__ void put_flat(const Ahead& held, const Stretch& from, bool even, int bytes, const Lines& to,
                                          Lanes team) {
+  for_each_ahead(bytes, team,
+                 [&](int u, int at) { ptx::store_line(line_at(to.window, at), {held.payload[u], to.tag}); });
 #pragma unroll 1
-  for (int first = 0;;) {
-    for_each_line(first, bytes, team,
-                  [&](int u, int at) { ptx::store_line(line_at(to.window, at), {held.payload[u], to.tag}); });
-    first += lines_ahead * team.lanes * payload_bytes;
-    if (first >= bytes) return;
-    read_ahead(held, from, even, first, bytes, team);
-  }
+  for (int at = (team.lane + lines_ahead * team.lanes) * payload_bytes; at < bytes; at += team.lanes * payload_bytes)
+    ptx::store_line(line_at(to.window, at), {gather(from, even, at, bytes), to.tag});
 }
 inline __device__ __noinline__ void put_boxes(const Bytes& out, Lines to, Lanes team) {
   for_each_item(out.place, out.place, out.range, [&](int k, i64 at, i64 lo, i64 hi) {
@@ -158,7 +154,7 @@ __device__ __forceinline__ bool take_stretch(const Launch& l, int team, const St
                                              Word tag, int peer, Where where, Lanes lanes) {
   if (hi - lo <= lanes.lanes * payload_bytes)
     return take_rounds<1>(l, team, to, lo, hi, window, tag, peer, where, lanes);
-  return take_rounds<lines_taken>(l, team, to, lo, hi, window, tag, peer, where, lanes);
+  return take_rounds<lines_ahead>(l, team, to, lo, hi, window, tag, peer, where, lanes);
 }
 inline __device__ __noinline__ bool take_boxes(const Launch& l, int team, const Packet& in, int peer, Where where,
                                                Lanes lanes) {
@@ -189,17 +185,17 @@ __device__ __forceinline__ bool take_reduce_stretch(const Launch& l, int team, c
     Word own = gather(mine, mine_even, b, hi);
     Fold<typename A::T, A::extreme, Word> fold;
 #pragma unroll 1
-    for (int first = 0; first < n; first += sources_taken) {
-      ptx::Line got[sources_taken];
+    for (int first = 0; first < n; first += lines_ahead) {
+      ptx::Line got[lines_ahead];
       int late = first;
       auto due = [&](int u) { return first + u < n && first + u != self; };
       auto come = [&] {
         bool all = true;
 #pragma unroll
-        for (int u = 0; u < sources_taken; ++u)
+        for (int u = 0; u < lines_ahead; ++u)
           if (due(u)) got[u] = ptx::load_line(line_at(in.window[first + u], away + b));
 #pragma unroll
-        for (int u = 0; u < sources_taken; ++u)
+        for (int u = 0; u < lines_ahead; ++u)
           if (due(u) && number_of(got[u].tag) != number_of(in.tag[first + u])) all = false, late = first + u;
         return all;
       };
@@ -208,7 +204,7 @@ __device__ __forceinline__ bool take_reduce_stretch(const Launch& l, int team, c
       while (!come())
         if (wait.hopeless(l, team, come, peer_of(late), where)) return false;
 #pragma unroll
-      for (int u = 0; u < sources_taken; ++u) {
+      for (int u = 0; u < lines_ahead; ++u) {
         if (first + u >= n) continue;
         if (due(u) && got[u].tag != in.tag[first + u])
           return fail(l, team, Fault::mismatch, peer_of(first + u), where), false;
@@ -253,7 +249,7 @@ __device__ __forceinline__ bool take_add(const Launch& l, int team, char* to, co
                                          const Packet& in, bool mine_first, Op op, Where where, Lanes lanes) {
   if (bytes <= lanes.lanes * payload_bytes)
     return take_add_rounds<A, 1>(l, team, to, own, bytes, in, mine_first, op, where, lanes);
-  return take_add_rounds<A, lines_added>(l, team, to, own, bytes, in, mine_first, op, where, lanes);
+  return take_add_rounds<A, lines_ahead>(l, team, to, own, bytes, in, mine_first, op, where, lanes);
 }
 template <class A>
 __device__ __forceinline__ bool take_reduce_flat(const Launch& l, int team, char* to, const char* own, int bytes, int n,
@@ -346,7 +342,7 @@ class Packets {
     Stretch from{nullptr, out.place.first + out.range.lo};
     bool one = flat || out.place.flat(), even = (bits(from.first) & (payload_bytes - 1)) == 0;
     Ahead held;
-    if (one) read_ahead(held, from, even, 0, bytes, mine.lanes);
+    if (one) read_ahead(held, from, even, bytes, mine.lanes);
     bool bad = due.word && paid < due.value && !reached(l_, team_, due, judge, where);
     if (ptx::barrier_or(stages_alone, crew, bad || is_dead())) return Arrival::never;
     if (bytes <= 0) return Arrival::yes;
