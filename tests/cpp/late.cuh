@@ -1,6 +1,7 @@
 // Kernels that dawdle, to be included before any file of csrc/cuda (nvcc -include): before each operation of the protocol a team may be made to wait,
 // as a whole or one warp of it. Whom, where and how long follows from the number of the call, so that in many calls every rank is late everywhere.
 #pragma once
+#include "purlin/atom/packets.cuh"
 #include "purlin/atom/together.cuh"
 #include "purlin/snac.hpp"
 
@@ -151,7 +152,8 @@ __device__ void staged_sum(A& adding, B& staging, C& gathering, const Call& c) {
   snac::staged_sum(late_adding, late_staging, late_gathering, c);
 }
 
-static_assert(Atom<Late<gpu::Together<Use::direct, true>>>);  // Late is one wherever what it holds is
+// Late is an Atom wherever what it holds is.
+static_assert(Atom<Late<gpu::Packets<true>>> && Atom<Late<gpu::Together<true>>>);
 
 }  // namespace purlin::late
 
