@@ -16,7 +16,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from purlin_core.communicator import MAX_RANKS
+from purlin_core.opening import MAX_RANKS
 from purlin_core.settings import overlay
 from purlin_diffusion import rank_process
 from purlin_diffusion.environment import launched_ranks, of_rank

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from purlin_core.communicator import MAX_RANKS
+from purlin_core.opening import MAX_RANKS
 from purlin_diffusion.doors import foreign_hooks, is_hooked, runs_diffusers_parallelism
 from purlin_diffusion.environment import launched_ranks
 from purlin_diffusion.errors import AlreadyParallelError, ConfigError, PlacementError, UnsupportedModelError

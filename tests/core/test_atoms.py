@@ -66,7 +66,7 @@ def laned(monkeypatch: pytest.MonkeyPatch) -> Any:
         meeting = LocalRendezvous.Meeting(ranks, sharing=ranks, fused=fused)
         arguments = {"timeout": TIMEOUT, "setup_timeout": TIMEOUT, **arguments}
         with monkeypatch.context() as patch:
-            patch.setattr("purlin_core.communicator.atom_of", lambda _: atom or Laned())
+            patch.setattr("purlin_core.opening.atom_of", lambda _: atom or Laned())
             made = on_threads(ranks, lambda rank: Communicator(LocalRendezvous(meeting, rank), **arguments))
         world.ranks, world._seats, world.communicators = ranks, world._seats * ranks, made
         return world
@@ -80,7 +80,7 @@ def gather(comm: Communicator, size: int = 3) -> list[float]:
 
 def test_each_call_is_on_the_lane_and_set_up_has_made_one(laned: Any) -> None:
     with laned() as world:
-        lanes = [comm._tie.lane for comm in world.communicators]
+        lanes = [comm._calls.tie.lane for comm in world.communicators]
         assert [lane.entered for lane in lanes] == [1, 1]
         assert [comm.stats().calls for comm in world.communicators] == [0, 0]
         assert world.run(gather) == [[0.0, 1.0]] * 2
@@ -111,7 +111,7 @@ def test_bytes_that_do_not_arrive_are_seen_at_set_up(atom: Laned, words: str, la
 
 def test_a_capture_takes_calls_that_are_prepared_and_no_others(laned: Any) -> None:
     def work(comm: Communicator) -> None:
-        lane: Any = comm._tie.lane
+        lane: Any = comm._calls.tie.lane
         x, out = torch.ones(5), torch.zeros(10)
         comm.plan([x], "n@ -> n", call="redistribute")
         comm.plan([x], ["n@ -> n"], out=[out])
@@ -138,15 +138,15 @@ def test_plans_that_a_graph_holds_are_never_freed(laned: Any, monkeypatch: pytes
     monkeypatch.setattr("purlin_core.plans.MOST_PLANS", 3)
 
     def work(comm: Communicator) -> None:
-        lane: Any = comm._tie.lane
+        lane: Any = comm._calls.tie.lane
         gather(comm, 50)
         lane.captured = True
         gather(comm, 50)
         lane.captured = False
         for size in range(1, 9):
             gather(comm, size)
-        assert len(comm._plans) <= 3 and comm.stats().calls == 10
-        (kept,) = comm._plans._captured
+        assert len(comm._calls.plans) <= 3 and comm.stats().calls == 10
+        (kept,) = comm._calls.plans._captured
         assert "n=50+50" in kept.text
 
     with laned() as world:
@@ -161,9 +161,9 @@ def test_what_is_captured_is_not_watched(laned: Any, monkeypatch: pytest.MonkeyP
 
     def work(comm: Communicator) -> None:
         gather(comm)
-        comm._tie.lane.captured = True  # type: ignore[union-attr]
+        comm._calls.tie.lane.captured = True  # type: ignore[union-attr]
         gather(comm)
-        comm._tie.lane.captured = False  # type: ignore[union-attr]
+        comm._calls.tie.lane.captured = False  # type: ignore[union-attr]
 
     with laned() as world:
         world.run(work)
@@ -173,7 +173,7 @@ def test_what_is_captured_is_not_watched(laned: Any, monkeypatch: pytest.MonkeyP
 def test_close_waits_for_calls_and_aborts_those_that_do_not_end(laned: Any) -> None:
     world = laned()
     first, second = world.communicators
-    lane: Any = first._tie.lane
+    lane: Any = first._calls.tie.lane
     asked, lane.ends = lane.asked, False
     first.close()
     assert lane.asked > asked
@@ -188,7 +188,7 @@ def test_close_gives_the_memory_back_but_for_tensors_that_live(laned: Any) -> No
     kept = world.run(lambda comm: comm.empty((8,)).fill_(comm.rank))
     world.close()
     for comm in world.communicators:
-        assert comm._tie.heap._arena is None and not hasattr(comm._tie, "end")
+        assert comm._calls.tie.heap._arena is None and not hasattr(comm._calls.tie, "end")
         assert comm.stats().heap_bytes == 4096
         comm.close()
     assert [x.sum().item() for x in kept] == [0.0, 8.0]
@@ -204,9 +204,9 @@ def test_a_failed_call_is_named_though_others_were_enqueued_behind_it(laned: Any
     with laned(atom=Laned(Endpoint=Remembers)) as world:
         world.run(gather)
         comm = world.communicators[0]
-        failed = comm._last
+        failed = comm._calls.last
         world.run(lambda comm: gather(comm, 9))
-        comm._tie.end.signature = failed.signature
+        comm._calls.tie.end.signature = failed.signature
         comm.abort("enough")
         with pytest.raises(PeerError, match="n=3") as caught:
             comm.check()

@@ -125,8 +125,8 @@ def test_counts_may_pass_any_power_of_two(begin: int, regime: str) -> None:
             assert same_bits(out, torch.cat(shards))
             total = comm.redistribute(shards[comm.rank], "+n -> n")
             assert same_bits(total, reduce(shards, "sum"))
-        assert comm._tie.end.calls > begin + 20
+        assert comm._calls.tie.end.calls > begin + 20
 
     with world_of(3, regime, teams=2) as world:
-        world.run(lambda comm: comm._tie.end.begin_at(begin))
+        world.run(lambda comm: comm._calls.tie.end.begin_at(begin))
         world.run(work)

@@ -76,10 +76,10 @@ REGIONS = ("the words", "the ring slots", "the packet windows", "the heap")
 def test_a_write_past_a_region_is_named(region: str) -> None:
     def work(comm: Communicator) -> None:
         comm.barrier()
-        geometry = comm._tie.site.geometry
+        geometry = comm._calls.tie.site.geometry
         ends = (geometry.rings_at, geometry.packets_at, geometry.heap_at, geometry.arena_bytes)
         if comm.rank == 1:
-            comm._tie._ending.mapped[1][0].mapping[ends[REGIONS.index(region)] - 1] = 0
+            comm._calls.tie._ending.mapped[1][0].mapping[ends[REGIONS.index(region)] - 1] = 0
         comm.barrier()
 
     with world_of(2, heap_bytes=4096) as world:
@@ -94,7 +94,7 @@ def test_a_write_past_a_tensor_of_the_heap_is_named(beyond: int) -> None:
     def work(comm: Communicator) -> None:
         three = [comm.empty((5,), torch.uint8) for _ in range(3)]
         comm.barrier()
-        heap = comm._tie._ending.mapped[comm.rank][0]
+        heap = comm._calls.tie._ending.mapped[comm.rank][0]
         heap.mapping[three[1].data_ptr() - heap.address + 5 + beyond] = 1
         comm.barrier()
 

@@ -161,7 +161,7 @@ def test_a_plan_whose_peers_have_several_stretches_is_refused() -> None:
         x = comm.empty((64,))
         arguments = comm.plan([x], "+n -> n", out=[x]).arguments
         with pytest.raises(ValueError, match="in one stretch only"):
-            comm._tie.site.plan({**arguments, "remote": [[0, 128, 0, 0, 0, 64, 0, 0, 64, 128, 64, 0]]})
+            comm._calls.tie.site.plan({**arguments, "remote": [[0, 128, 0, 0, 0, 64, 0, 0, 64, 128, 64, 0]]})
 
 
 ODD: dict[str, tuple[Callable[[Communicator], object], str]] = {

@@ -170,7 +170,7 @@ def test_two_threads_in_one_communicator_are_told(regime: str) -> None:
         inside: list[torch.Tensor] = []
         first = threading.Thread(target=lambda: inside.append(gather(comm)))
         first.start()
-        while world.communicators[1]._tie.end.post(0)[0] == 0:  # the call that rank 0 last entered
+        while world.communicators[1]._calls.tie.end.post(0)[0] == 0:  # the call that rank 0 last entered
             time.sleep(0.001)
         try:
             with pytest.raises(ConcurrentUseError, match="another thread is in a call of this communicator"):

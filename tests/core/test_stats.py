@@ -169,7 +169,7 @@ def test_stats_say_what_was_really_allocated(ranks: int) -> None:
         for comm in world.communicators:
             stats = comm.stats()
             assert stats.heap_bytes == 1 << 20
-            assert stats.scratch_bytes + stats.heap_bytes == comm._tie._ending.mapped[comm.rank][0].bytes
+            assert stats.scratch_bytes + stats.heap_bytes == comm._calls.tie._ending.mapped[comm.rank][0].bytes
             assert stats.scratch_bytes <= (11 << 20 if ranks <= 2 else 44 << 20)
 
 
@@ -184,6 +184,6 @@ def test_stats_survive_more_shapes_than_plans_are_kept(monkeypatch: pytest.Monke
 
         world.run(gather)
         for communicator in world.communicators:
-            assert len(communicator._plans) <= 3
+            assert len(communicator._calls.plans) <= 3
             stats = communicator.stats()
             assert (stats.calls, stats.sent_bytes, stats.received_bytes) == (7, 4 * 18, 4 * 18)

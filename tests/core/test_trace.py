@@ -157,7 +157,7 @@ def test_there_are_as_many_slices_as_the_plan_says(
 ) -> None:
     with world_of(ranks, regime, teams=teams, slot_bytes=SLOT_BYTES) as world:
         written = traced(world, CALLS[call], tmp_path / "t.json")
-        plans = [comm._last for comm in world.communicators]
+        plans = [comm._calls.last for comm in world.communicators]
     for rank, prepared in enumerate(plans):
         assert prepared is not None
         mine = [event for event in slices(written, "stage", "notify", "expect", "let_go") if rank_of(event) == rank]
@@ -183,7 +183,7 @@ def test_there_are_as_many_slices_as_the_plan_says(
 def test_a_call_is_a_slice_named_by_its_spec_around_its_acts(regime: str, tmp_path: Path) -> None:
     with world_of(2, regime, teams=2) as world:
         written = traced(world, lambda comm: [gather(comm), gather(comm)], tmp_path / "t.json")
-        plans = [comm._last for comm in world.communicators]
+        plans = [comm._calls.last for comm in world.communicators]
     for rank, prepared in enumerate(plans):
         assert prepared is not None
         calls = [event for event in slices(written, "call") if rank_of(event) == rank]
@@ -230,7 +230,7 @@ def test_nothing_is_recorded_while_no_trace_is_open(tmp_path: Path) -> None:
         world.run(total)
         assert slices(read(tmp_path / "a.json"), "call", "stage") == [] and len(first.recorders) == 2
         assert all(not recorder.calls and not recorder.acts() for recorder in first.recorders)
-        assert all(comm._tie.bare and comm._tie.recorder is None for comm in world.communicators)
+        assert all(comm._calls.tie.bare and comm._calls.tie.recorder is None for comm in world.communicators)
 
 
 def test_a_second_trace_begins_anew(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_calls_are_ranges_where_a_profiler_runs() -> None:
             other.start()
             comms[0].all_reduce(x[0])
             other.join()
-        text = comms[0]._last.text if comms[0]._last else ""
+        text = comms[0]._calls.last.text if comms[0]._calls.last else ""
         assert f"purlin {text}" in set(ranges(prof)) and 'all_reduce "+d0 -> d0" (d0=5)' in text
         with profile(activities=[ProfilerActivity.CPU]) as idle:
             pass

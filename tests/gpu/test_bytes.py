@@ -162,7 +162,7 @@ def test_counts_may_pass_any_power_of_two(begin: int, regime: str) -> None:
         return [t for out in outs for t in (comm.all_gather_into_tensor(out, x), comm.redistribute(x, "+n -> n"))]
 
     with gpu_world(3, "fused", regime, teams=2) as world:
-        world.run(lambda comm: comm._tie.end.begin_at(begin))
+        world.run(lambda comm: comm._calls.tie.end.begin_at(begin))
         for outs in world.run(work):
             assert all(same_bits(out.cpu(), torch.cat(shards)) for out in outs[::2])
             assert all(same_bits(out.cpu(), total) for out in outs[1::2])

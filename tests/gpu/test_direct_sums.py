@@ -47,7 +47,7 @@ def summed(world: LocalWorld, pairs: list[list[tuple[Tensor, Tensor]]], op: Op) 
     torch.cuda.synchronize()
     world.run(call)
     settled(world)
-    plans = [comm._last for comm in world.communicators]
+    plans = [comm._calls.last for comm in world.communicators]
     assert all(plan is not None and plan.schedule.regime is Regime.DIRECT for plan in plans)
 
 

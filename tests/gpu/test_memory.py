@@ -32,7 +32,7 @@ def test_a_tensor_of_the_heap_is_like_any_other(shape: tuple[int, ...], dtype: t
         comm = world.communicators[0]
         x = comm.empty(shape, dtype)
         assert x.shape == shape and x.dtype == dtype and x.is_contiguous() and x.device == comm.device
-        assert comm._tie.heap.holds_all([x])
+        assert comm._calls.tie.heap.holds_all([x])
         if x.numel():
             assert x.data_ptr() % HEAP_ALIGN == 0
             assert same_bits(x.zero_().cpu(), torch.zeros(shape, dtype=dtype))
@@ -150,10 +150,10 @@ def test_every_spec_is_as_right_under_canaries(regime: str) -> None:
 def test_a_write_past_a_region_is_named(region: str) -> None:
     def work(comm: Communicator) -> None:
         comm.barrier()
-        geometry = comm._tie.site.geometry
+        geometry = comm._calls.tie.site.geometry
         ends = (geometry.rings_at, geometry.packets_at, geometry.heap_at, geometry.arena_bytes)
         if comm.rank == 1:
-            arena = comm._tie.heap._arena
+            arena = comm._calls.tie.heap._arena
             assert arena is not None
             arena.window(ends[REGIONS.index(region)] - 1, 1)[0].zero_()
         comm.barrier()
@@ -170,7 +170,7 @@ def test_a_write_past_a_tensor_of_the_heap_is_named(beyond: int) -> None:
         empty = partial(comm.empty, dtype=torch.uint8)
         three = [empty((5,)) for _ in range(3)]
         comm.barrier()
-        heap = comm._tie.heap
+        heap = comm._calls.tie.heap
         assert heap._arena is not None
         heap._arena.window(three[1].data_ptr() - heap._arena.address + 5 + beyond, 1)[0].fill_(1)
         comm.barrier()

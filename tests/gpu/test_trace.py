@@ -45,7 +45,7 @@ def test_each_call_is_there_twice_and_in_order(ranks: int, way: str, tmp_path: P
                 outs = world.run(total)
         settled(world)
         assert all((out == 1).all() for out in outs)
-        text = world.communicators[0]._last.text if world.communicators[0]._last else ""
+        text = world.communicators[0]._calls.last.text if world.communicators[0]._calls.last else ""
     found = tracks(tmp_path / "t.json")
     assert found.keys() == {(rank + 1, track) for rank in range(ranks) for track in (0, 1)}
     for (_, track), slices in found.items():
@@ -91,4 +91,4 @@ def test_nothing_stays_of_a_trace(tmp_path: Path) -> None:
         world.run(total)
         settled(world)
         assert all(len(recorder.calls) == 1 for recorder in trace.recorders)
-        assert all(comm._tie.recorder is None and not comm._tie.bare for comm in world.communicators)
+        assert all(comm._calls.tie.recorder is None and not comm._calls.tie.bare for comm in world.communicators)
