@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from purlin_diffusion.commands.exits import DONE, InputError, ended
+from purlin_diffusion.commands.files import check_writable, in_folder
 from purlin_diffusion.commands.machine import cores, versions
 from purlin_diffusion.commands.options import (
     Options,
     add_model_arguments,
     check_count,
     check_size,
-    check_writable,
     read_options,
 )
 from purlin_diffusion.commands.picture import Seconds, call, call_arguments, load
@@ -69,7 +69,7 @@ def generate(args: argparse.Namespace) -> int:
     if reports:
         written = record(options, reports)
         beside = args.out.with_suffix(".json")
-        beside.write_text(json.dumps(written, indent=2) + "\n")
+        in_folder(beside).write_text(json.dumps(written, indent=2) + "\n")
         print(summary(written, beside))
     return DONE
 
@@ -78,7 +78,8 @@ def check_out(out: Path) -> None:
     """Raises InputError."""
     if out.suffix.lower() not in FORMATS:
         raise InputError(f"--out needs a name that ends in one of {', '.join(sorted(FORMATS))}; got {out}")
-    check_writable("--out", out)
+    for file in (out, out.with_suffix(".json")):
+        check_writable("--out", file)
 
 
 # ---- on every rank ---------------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ def save(images: Sequence[Any], out: Path, scale: int | None) -> tuple[str, ...]
     paths = [out, *(out.with_stem(f"{out.stem}-{number}") for number in range(2, len(images) + 1))]
     for image, path in zip(images, paths, strict=True):
         times = scale or max(1, VIEWABLE // min(image.size)) if min(image.size) < SMALL or scale else 1
-        image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST).save(path)
+        image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST).save(in_folder(path))
     return tuple(map(str, paths))
 
 

@@ -16,12 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from purlin_diffusion.commands.exits import DONE, FAILED, InputError, ended
+from purlin_diffusion.commands.files import check_writable, in_folder
 from purlin_diffusion.commands.options import (
     Options,
     add_model_arguments,
     check_config,
     check_count,
-    check_writable,
     read_options,
 )
 from purlin_diffusion.commands.ranks import on_ranks, places
@@ -85,15 +85,20 @@ def latency(args: argparse.Namespace) -> int:
 
 
 def write(args: argparse.Namespace, results: Sequence[Result]) -> None:
-    """The files asked for."""
+    """The files asked for, and a line that names each."""
+    said = []
     if args.json:
         every = [whole(result) for result in results]
-        args.json.write_text(json.dumps(every[0] if len(every) == 1 else every, indent=2) + "\n")
+        in_folder(args.json).write_text(json.dumps(every[0] if len(every) == 1 else every, indent=2) + "\n")
+        said.append(f"rows, repeats and the machine: {args.json}")
     if args.record:
-        append(args.record, (line for result in results for line in lines(result)))
+        append(in_folder(args.record), (line for result in results for line in lines(result)))
+        said.append(f"a line a row, appended: {args.record}")
     if args.html:
-        args.html.write_text(page(*results))
-        print(f"\nplots and pictures: {args.html}")
+        in_folder(args.html).write_text(page(*results))
+        said.append(f"plots and pictures: {args.html}")
+    if said:
+        print("", *said, sep="\n")
 
 
 def read(args: argparse.Namespace) -> tuple[list[Options], Asked]:

@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from purlin_diffusion.commands.exits import InputError
@@ -162,19 +161,6 @@ def size_multiple(pipe: Any) -> int:
     rounds_to = getattr(processor, "vae_scale_factor", 1)
     latent, patch = getattr(pipe, "vae_scale_factor", 1), getattr(pipe, "patch_size", 1)
     return int(max(rounds_to, latent * patch))
-
-
-def check_writable(name: str, file: Path) -> None:
-    """Make its folder and try the place, leaving no file behind. Raises InputError."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new = not file.exists()
-        with file.open("ab"):
-            pass
-        if new:
-            file.unlink()
-    except OSError as error:
-        raise InputError(f"{name} {file} cannot be written: {error.strerror}") from error
 
 
 def check_device(options: Options) -> None:

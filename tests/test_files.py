@@ -1,0 +1,89 @@
+"""Output paths of every command: tried before any rank starts, nothing left behind, folders made with what is written, files named."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from purlin_diffusion.__main__ import main
+from purlin_diffusion.commands import generate, latency
+from purlin_diffusion.commands.exits import WRONG_INPUT, InputError
+from purlin_diffusion.commands.files import check_writable, in_folder
+
+ASKED = [
+    ("generate", "--out", "x.png"),
+    *((command, name, "x.out") for command in ("latency", "compare") for name in ("--json", "--record", "--html")),
+]
+
+
+@pytest.mark.parametrize(("command", "name", "file"), ASKED)
+def test_a_place_that_cannot_be_is_one_line(
+    command: str, name: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / file).mkdir()
+    for place, why in ((tmp_path / "file" / file, "Not a directory"), (tmp_path / file, "Is a directory")):
+        assert main([command, "--model", "tiny:flux", name, str(place)]) == WRONG_INPUT
+        assert capsys.readouterr().err == f"{command}: {name} {place} cannot be written: {why}\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["file", file])
+
+
+@pytest.mark.parametrize(("command", "name", "file"), ASKED)
+def test_input_that_cannot_be_leaves_nothing_behind(
+    command: str, name: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in (tmp_path / file, tmp_path / "new" / "newer" / file):
+        assert main([command, "--model", "tiny:flux", "--ranks", "0", name, str(place)]) == WRONG_INPUT
+        assert "--ranks needs 1 or more" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_there_keeps_what_it_holds(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text("as it was")
+    check_writable("--json", file)
+    assert file.read_text() == "as it was"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_names_too_long_are_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be written: File name too long"):
+        check_writable("--json", tmp_path / ("x" * 300))
+
+
+def test_folders_are_made_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "newer" / "x.json"
+    check_writable("--json", file)
+    assert not list(tmp_path.iterdir())
+    in_folder(file).write_text("{}")
+    in_folder(file).write_text("[]")
+    assert file.read_text() == "[]"
+
+
+def test_latency_names_each_file_that_it_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, made in (("whole", lambda _: {}), ("lines", lambda _: [{}]), ("page", lambda *_: "a page")):
+        monkeypatch.setattr(latency, name, made)
+    parser = argparse.ArgumentParser()
+    latency.add_arguments(parser)
+    results: Any = [object()]
+    latency.write(parser.parse_args([]), results)
+    assert not capsys.readouterr().out
+    files = {name: tmp_path / name / "file" for name in ("json", "record", "html")}
+    latency.write(
+        parser.parse_args([text for name, file in files.items() for text in (f"--{name}", str(file))]), results
+    )
+    told = capsys.readouterr().out
+    for file in files.values():
+        assert file.read_text().strip()
+        assert told.count(f": {file}\n") == 1
+
+
+def test_what_lies_beside_the_picture_is_tried_too(tmp_path: Path) -> None:
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(InputError, match=r"x\.json cannot be written: Is a directory"):
+        generate.check_out(tmp_path / "x.png")
