@@ -31,6 +31,10 @@ class AliasError(PurlinError, ValueError):
     """Input and output share storage in a form that is not one of the three allowed."""
 
 
+class FileError(PurlinError, OSError):
+    """A file that cannot be written."""
+
+
 # Raised before anything is sent: where all ranks raise one alike, the next call works.
 INPUT_ERRORS = (SpecError, ShapeError, ArgumentTypeError, DtypeError, DeviceError, AliasError)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from purlin_core import ops
 from purlin_core.chrome import chrome
-from purlin_core.errors import ArgumentTypeError, ConcurrentUseError
+from purlin_core.errors import ArgumentTypeError, ConcurrentUseError, FileError
+from purlin_core.files import in_folder, try_place
 from purlin_core.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -41,8 +42,12 @@ class Trace:
             self.recorders.append(recorder)
 
     def write(self) -> None:
+        """Raises FileError."""
         self.file = self.path if (rank := self._process_rank()) is None else _of_rank(self.path, rank)
-        self.file.write_text(json.dumps(chrome(self.recorders)))
+        try:
+            in_folder(self.file).write_text(json.dumps(chrome(self.recorders)))
+        except OSError as error:
+            raise _cannot(self.file, error) from error
 
     def _process_rank(self) -> int | None:
         """Which of several processes this is."""
@@ -70,24 +75,22 @@ def trace(path: str | Path, *, acts: int = ACTS) -> Iterator[Trace]:
     On a GPU only what the host sees is recorded: when a call was enqueued, and by CUDA events when its kernel, and what stood before it on
     its stream, had begun and ended. Kernels look at no clock, and replays of a CUDA graph are not seen. The file says so too.
 
-    Raises ConcurrentUseError while another trace of this process is open; OSError where the file cannot be.
+    Raises ConcurrentUseError while another trace of this process is open; FileError where the file cannot be, before anything runs inside. Should it
+    be lost later, on a disk that has become full, what ran is raised or FileError.
     """
     if isinstance(acts, bool) or not isinstance(acts, int) or acts < 1:
         raise ArgumentTypeError(f"trace: `acts` needs a count of 1 or more; got {acts!r}.")
-    where = Path(path)
-    where.parent.mkdir(parents=True, exist_ok=True)
-    if where.is_dir():
-        raise IsADirectoryError(f"trace: `path` needs the name of a file; '{where}' is a folder.")
-    recording = Trace(where, acts)
+    recording = Trace(_place(path), acts)
     _begin(recording)
     try:
         yield recording
-    finally:
-        with _lock:
-            _open.remove(recording)
-        for recorder in recording.recorders:
-            recorder.stop()
-        recording.write()
+    except BaseException:
+        _end(recording)
+        with suppress(FileError):  # what ran inside is what matters
+            recording.write()
+        raise
+    _end(recording)
+    recording.write()
 
 
 def joined(communicator: Communicator) -> None:
@@ -104,6 +107,35 @@ def _begin(recording: Trace) -> None:
         _open.append(recording)
         for communicator in ops.living():
             recording.join(communicator)
+
+
+def _end(recording: Trace) -> None:
+    with _lock:
+        _open.remove(recording)
+    for recorder in recording.recorders:
+        recorder.stop()
+
+
+def _place(path: str | Path) -> Path:
+    """Where to write, tried. Raises ArgumentTypeError and FileError."""
+    try:
+        where = Path(path)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"trace: `path` needs a path; got {path!r:.80} of type {type(path).__name__}."
+        ) from None
+    try:
+        try_place(where)
+    except (OSError, ValueError) as error:  # the second of a zero in a name
+        raise _cannot(where, error) from error
+    return where
+
+
+def _cannot(file: Path, error: Exception) -> FileError:
+    why = getattr(error, "strerror", None) or error
+    return FileError(
+        f"trace: `path` needs the name of a file that can be written; got {str(file)!r}: {why}. Pass another."
+    )
 
 
 def _of_rank(path: Path, rank: int) -> Path:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import purlin_core
-from purlin_core import ArgumentTypeError, Communicator, ConcurrentUseError, LocalWorld, StallError
+from purlin_core import ArgumentTypeError, Communicator, ConcurrentUseError, FileError, LocalWorld, StallError
 from purlin_core.moves import Kind
 from purlin_core.plan import Route
 from purlin_core.prepare import Prepared
@@ -352,8 +352,54 @@ def test_a_wrong_count_is_named(acts: Any, tmp_path: Path) -> None:
         pass
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match="`path` needs the name of a file"), purlin_core.trace(tmp_path):
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("{}", "Is a directory"),
+        ("{}/file/t.json", "Not a directory"),
+        ("/proc/t.json", "(No such file|Permission denied)"),
+        ("/proc/new/t.json", "(No such file|Permission denied)"),
+        ("{}/" + "x" * 300, "File name too long"),
+        ("{}/\0", "null byte"),
+    ],
+)
+def test_a_path_that_cannot_be_is_named_before_anything_runs(path: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    message = f"trace: `path` needs the name of a file that can be written; got .*{why}.*Pass another."
+    with pytest.raises(FileError, match=message) as caught, purlin_core.trace(path.format(tmp_path)):
+        pytest.fail("the work was begun")
+    assert isinstance(caught.value, OSError)
+    assert [place.name for place in tmp_path.iterdir()] == ["file"]
+    with purlin_core.trace(tmp_path / "t.json"):  # none is open
+        pass
+
+
+@pytest.mark.parametrize("path", [None, 3, b"t.json"])
+def test_a_path_of_a_wrong_type_is_named(path: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="trace: `path` needs a path; got"), purlin_core.trace(path):
+        pytest.fail("the work was begun")
+
+
+def test_a_folder_is_made_with_the_file(tmp_path: Path) -> None:
+    with purlin_core.trace(tmp_path / "new" / "newer" / "t.json") as trace:
+        assert not list(tmp_path.iterdir())
+    assert read(trace.file)
+
+
+def test_a_place_lost_meanwhile_is_named_and_hides_no_exception(tmp_path: Path) -> None:
+    def lose(error: Exception | None) -> None:
+        with purlin_core.trace(tmp_path / "t.json"):
+            (tmp_path / "t.json").mkdir(exist_ok=True)
+            if error is not None:
+                raise error
+
+    with pytest.raises(FileError, match="Is a directory"):
+        lose(None)
+    (tmp_path / "t.json").rmdir()
+    with pytest.raises(ZeroDivisionError):
+        lose(ZeroDivisionError())
+    (tmp_path / "t.json").rmdir()
+    with purlin_core.trace(tmp_path / "t.json"):  # none is open
         pass
 
 
