@@ -25,6 +25,7 @@ from purlin_diffusion.rank_process import Outcome
 
 GRACE_SECONDS = 5.0  # for the other ranks to notice that one has left, and to end
 TERM_SECONDS = 2.0
+_AGAIN = 83  # the exit code of a rank that came to launch() itself
 
 
 @dataclass
@@ -43,6 +44,7 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     Raises LaunchError when ranks cannot be started or one ends without a word, and RankError with the first exception of a rank; the other ranks have
     ended by then, within about 10 s.
     """
+    _refuse_ranks()
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise LaunchError(f"launch: `ranks` needs a count of 1 or more; got {ranks!r}.")
     if ranks > MAX_RANKS:
@@ -50,10 +52,6 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
             f"launch: `ranks` needs at most {MAX_RANKS}, as many as can exchange; got {ranks}. Start fewer."
         )
     work = _work(fn, args)
-    if multiprocessing.parent_process() is not None and launched_ranks() is not None:
-        raise LaunchError(
-            "launch: called again inside a launched rank, while it imports your script. Call it under `if __name__ == '__main__':`."
-        )
     with tempfile.TemporaryDirectory(prefix="purlin-launch-") as folder:
         started: list[_Started] = []
         try:
@@ -66,6 +64,18 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     if failure is not None:
         raise failure from failure.__cause__
     return [each.said.value() for each in started if each.said is not None]
+
+
+def _refuse_ranks() -> None:
+    """A rank launches nothing. One that comes here while it imports the script ends without a word: the process that started it says why."""
+    if launched_ranks() is None:
+        return
+    if multiprocessing.parent_process() is not None:
+        raise LaunchError(
+            "launch: called inside a rank that launch() has started. Call it in the process that starts them."
+        )
+    if "__mp_main__" in sys.modules:  # so a new process calls the script, and knows no parent until it has imported it
+        raise SystemExit(_AGAIN)
 
 
 def _work(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
@@ -150,6 +160,11 @@ def _failure(started: Sequence[_Started]) -> RankError | LaunchError | None:
         return None
     each, said = min(failed, key=lambda pair: (pair[1].echo, pair[1].at))
     where = f"rank {each.rank} of {len(started)}"
+    if said.code == _AGAIN:
+        return LaunchError(
+            f"launch: {where} came to launch() itself: a new process imports your script, and with it runs all of its top level. "
+            'Call launch() under `if __name__ == "__main__":`.'
+        )
     if said.code is not None or not said.text:
         return LaunchError(f"launch: {where} {_ending(said.code)} without a word. What it printed may say why.")
     if said.unfound:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,10 @@ def one_dies():
     if dist.get_rank() == 0:
         os.kill(os.getpid(), 9)
     time.sleep(600)
+
+def launches():
+    from purlin_diffusion import launch
+    return launch(where, 2, "ash")
 
 def cannot_travel():
     return lambda: None
@@ -165,6 +170,61 @@ def test_what_only_the_running_script_has_is_named_with_both_cures(name: str, tm
 def test_a_program_from_standard_input_is_named_with_both_cures(tmp_path: Path) -> None:
     answer = said(["-", "top"], input=OUT_OF_REACH, cwd=tmp_path)
     assert "this program is no file, but <stdin>" in answer and "parallelize(pipe, devices=n)" in answer
+
+
+UNGUARDED = """
+from purlin_diffusion import LaunchError, launch
+
+def draw(word):
+    return word
+
+print("returned", launch(draw, 2, "oak"))
+"""
+CAUGHT = (
+    UNGUARDED.replace("print(", "try:\n    print(")
+    + """
+except LaunchError as error:
+    print("refused", error)
+"""
+)
+
+
+def run_unguarded(text: str, folder: Path, *, as_module: bool) -> subprocess.CompletedProcess[str]:
+    (folder / "unguarded.py").write_text(text)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    program = ["-m", "unguarded"] if as_module else ["unguarded.py"]
+    return subprocess.run(
+        [sys.executable, *program],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_script_without_a_guard_ends_in_one_error_with_the_cure(as_module: bool, tmp_path: Path) -> None:
+    ran = run_unguarded(UNGUARDED, tmp_path, as_module=as_module)
+    assert ran.returncode == 1 and not ran.stdout
+    last = ran.stderr.strip().splitlines()[-1]
+    assert re.match(r"purlin_diffusion\.errors\.LaunchError: launch: rank \d of 2 came to launch\(\) itself", last)
+    assert last.endswith('Call launch() under `if __name__ == "__main__":`.')
+    assert ran.stderr.count("Traceback") == 1 and "bootstrapping" not in ran.stderr
+
+
+def test_a_script_without_a_guard_may_catch_that_error(tmp_path: Path) -> None:
+    """Once: ranks do not come to believe that they went on."""
+    ran = run_unguarded(CAUGHT, tmp_path, as_module=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("refused launch: rank ") and len(ran.stdout.splitlines()) == 1
+    assert not ran.stderr
+
+
+def test_a_rank_launches_nothing(work: Any) -> None:
+    with pytest.raises(RankError, match="called inside a rank that launch\\(\\) has started"):
+        launch(work.launches, 1)
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 1.5, True])
