@@ -69,9 +69,11 @@ class Handle:
         return tuple(carrier.stats() for session in self._sessions for carrier in session.carriers)
 
     def explain(self) -> str:
-        """Route, plan, layouts, tokens a rank, exchanges and bytes a step, as text."""
-        from purlin_diffusion.report import explain
+        """Route, plan, layouts, tokens a rank, exchanges and bytes a step, as text; after undo(), that it is undone."""
+        from purlin_diffusion.report import explain, undone
 
+        if self._undone:
+            return "\n".join(map(undone, self._sessions))
         return "\n\n".join(explain(session, self._config, self.decoding) for session in self._sessions)
 
     def on_all(self, fn: Callable[[nn.Module], Any]) -> list[Any]:

@@ -47,6 +47,13 @@ def explain(session: Session, config: ParallelConfig, decoding: Decoding | None 
     return "\n".join([*lines, *_step_lines(sharded)])
 
 
+def undone(session: Session) -> str:
+    """What there is to say when the model has been given back."""
+    ranks, calls = session.ranks, session.sharded.counters().calls
+    done = f"{calls} call{'s' * (calls != 1)} on {ranks} rank{'s' * (ranks != 1)}"
+    return f"{session.sharded.plan.model} is undone: it was given back as it was, after {done}; this handle says no more of it"
+
+
 def _degrees(sharded: ShardedModel) -> str:
     ranks = sharded.carrier.ranks
     return f"sequence={ranks}" if sharded.manner.unhalved else f"cfg={ranks} (sequence={ranks} where a batch is odd)"

@@ -400,6 +400,21 @@ def test_the_route_is_said_in_one_visible_line(tiny: Callable[..., Any], caplog:
     handle.undo()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_undone_handle_explains_that_and_nothing_of_before(tiny: Callable[..., Any], ranks: int) -> None:
+    case = tiny("flux")
+    handle = parallelize(case.model, devices=ranks)
+    case.run()
+    handle.undo()
+    case.run()  # no longer its own
+    again = parallelize(case.model, devices=2)
+    calls = f"1 call on {ranks} rank{'s' * (ranks > 1)}"
+    text = f"is undone: it was given back as it was, after {calls}; this handle says no more of it"
+    assert handle.explain() == f"FluxTransformer2DModel {text}" and "undone" in repr(handle)
+    assert "FluxTransformer2DModel on 2 ranks" in again.explain()
+    again.undo()
+
+
 def test_auto_takes_the_mode_that_moves_less(tiny: Callable[..., Any]) -> None:
     for ranks, mode in ((2, "gather_kv"), (4, "gather_kv"), (5, "ulysses")):  # five heads
         handle = parallelize(tiny("flux").model, devices=ranks)
