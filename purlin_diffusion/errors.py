@@ -26,7 +26,7 @@ class ArgumentError(PurlinError, ValueError):
 
 
 class PlacementError(PurlinError, RuntimeError):
-    """A model whose weights are placed by something else: a device map, an offload, another parallelism."""
+    """A model that something else has a hand on: a device map, an offload, another parallelism, hooks that ranks cannot share."""
 
 
 class AlreadyParallelError(PurlinError, RuntimeError):

@@ -9,14 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from purlin_diffusion.compiler import paused_compiler
-from purlin_diffusion.glance import Watch
 from purlin_diffusion.graph.counts import GraphCounts
 from purlin_diffusion.graph.key import Key, key_of
 from purlin_diffusion.graph.recorder import Pool
-from purlin_diffusion.graph.state import own_graphs
+from purlin_diffusion.graph.state import ModelState, own_graphs
 from purlin_diffusion.graph.store import Limits, Store, Wish
 from purlin_diffusion.graph.take import Take
 from purlin_diffusion.inputs import Carriers, tell
@@ -42,17 +39,16 @@ class GroupGraphs:
 
     def __init__(self, pools: Sequence[Pool], limits: Limits, off: str) -> None:
         self._store: Store[Recorded] = Store(pools, limits, off)
-        self._watch = Watch()
 
     @property
     def off(self) -> str:
         return self._store.off
 
-    def look(self, model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Key, Wish]:
-        """The key of a call on this rank, and what this rank would do."""
+    def look(self, state: ModelState, unfit: str, arguments: Mapping[str, Any]) -> tuple[Key, Wish]:
+        """The key of a call on this rank, and what this rank would do. `state`, `unfit`: of the model, see state.py."""
         if self._store.off:
             return _OFF, Wish.EAGER
-        key = key_of(arguments, *self._watch.state(model))
+        key = key_of(arguments, state, unfit)
         return key, self._store.look(key)
 
     def ran(self, key: Key) -> None:

@@ -16,11 +16,13 @@ from purlin_diffusion.arguments import bind
 from purlin_diffusion.carrier import Carrier
 from purlin_diffusion.counters import Counters
 from purlin_diffusion.errors import InputsDifferError
+from purlin_diffusion.glance import Watch
 from purlin_diffusion.graph.key import Key
 from purlin_diffusion.graph.policy import Graphs, of_plan
 from purlin_diffusion.graph.store import Wish
 from purlin_diffusion.group_graphs import GroupGraphs
 from purlin_diffusion.guidance import Manner
+from purlin_diffusion.hooked import hooks_in_words, refuse_for_processes
 from purlin_diffusion.inputs import Carriers, agree, from_root
 from purlin_diffusion.placement import device_of
 from purlin_diffusion.plan import Plan
@@ -53,6 +55,7 @@ class GroupSession:
         self._carriers, self._owned = carriers, owned
         self._lock = threading.RLock()
         self._closed = False
+        self._watch = Watch()
         self._ahead = Ahead([device], self.ranks, counts=True)
         here = device_of(model)
         why = graphs.off(here, of_plan(plan), off)
@@ -151,13 +154,17 @@ class GroupSession:
             self._sharded.doors.anchor()
             refuse_gradients(self._sharded.model)
             arguments = bind(self._sharded.model, args, kwargs)
+            state, hooked = self._watch.state(self._sharded.model)
+            if hooked and self.ranks > 1:
+                refuse_for_processes(self._sharded.model)
         except PurlinError as error:
             if self.ranks > 1:
                 agree([f"an error: {error}"], self._carriers.host)
             raise
-        key, wish = self._graphs.look(self._sharded.model, arguments)
+        key, wish = self._graphs.look(state, hooked, arguments)
+        alike = hooks_in_words(self._sharded.model) if hooked else ""
         try:
-            arguments, wishes = from_root(arguments, self._carriers, int(wish), where)
+            arguments, wishes = from_root(arguments, self._carriers, int(wish), where, alike)
         except _DEADLY:
             self._ahead.forget()  # the call before met the same
             raise

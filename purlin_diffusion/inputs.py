@@ -21,6 +21,7 @@ from purlin_diffusion.errors import InputsDifferError
 from purlin_diffusion.tree import leaves, map_tensors
 
 DIGEST_BYTES = 16
+HOOKS = "hooks of diffusers: "
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 
 
@@ -33,15 +34,15 @@ class Carriers:
 
 
 def from_root(
-    arguments: Mapping[str, Any], carriers: Carriers, word: int = 0, where: str = ""
+    arguments: Mapping[str, Any], carriers: Carriers, word: int = 0, where: str = "", hooks: str = ""
 ) -> tuple[dict[str, Any], list[int]]:
     """`arguments` with every tensor the root's, and the `word` (0 to 255) of every rank. Collective.
 
-    Raises InputsDifferError, on every rank, when their structures differ, or `where`: what this rank does.
+    Raises InputsDifferError, on every rank, when their structures differ, or `where`: what this rank does; or `hooks`: those on its model.
     """
     if carriers.device.ranks == 1:
         return dict(arguments), [word]
-    words = agree([where, *describe(arguments)], carriers.host, word)
+    words = agree([where, *filter(None, [hooks]), *describe(arguments)], carriers.host, word)
     mine = [value for _, value in leaves(arguments) if isinstance(value, Tensor)]
     theirs = iter(_broadcast([x for x in mine if x.device.type != "cpu"], carriers.device))
     theirs_host = iter(_broadcast([x for x in mine if x.device.type == "cpu"], carriers.host))
@@ -93,9 +94,11 @@ def _difference(root: list[str], other: list[str], rank: int) -> str:
         root, other = root[:1], other[:1]
     said = [line for line in root if line not in other]
     heard = [line for line in other if line not in root]
+    hooked = any(line.startswith(HOOKS) for line in (*said, *heard))
+    cure = "Call the pipeline with the same prompt, size, steps and options on every rank"
     return (
         f"parallelize: the denoiser's inputs differ between ranks. Rank 0 has {'; '.join(said) or 'nothing more'};"
-        f" rank {rank} has {'; '.join(heard) or 'nothing more'}. Call the pipeline with the same prompt, size, steps and options on every rank."
+        f" rank {rank} has {'; '.join(heard) or 'nothing more'}. {cure}{', and put hooks (a cache, a casting) on the models of all' * hooked}."
     )
 
 

@@ -27,6 +27,7 @@ from purlin_diffusion.graph.key import Key
 from purlin_diffusion.graph.policy import Graphs, of_plan, of_threads
 from purlin_diffusion.graph.store import Wish, one_line
 from purlin_diffusion.guidance import Manner
+from purlin_diffusion.hooked import refuse_for_replicas
 from purlin_diffusion.local_graphs import LocalGraphs, RootCall, Start
 from purlin_diffusion.local_rank import LocalRank
 from purlin_diffusion.plan import Plan
@@ -265,6 +266,8 @@ class LocalSession:
         """Make the replicas anew when the model has changed since they were made."""
         self._state = self._watch.state(self._root.model) if self._workers or not self._graphs.off else None
         seen = self._state[0].fingerprint if self._workers and self._state else ()
+        if self._workers and self._state and self._state[1]:
+            refuse_for_replicas(self._root.model, anew=seen != self._seen)
         if seen == self._seen:
             return
         self.check()  # what ran last may still read what goes

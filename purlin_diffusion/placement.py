@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from purlin_core.opening import MAX_RANKS
-from purlin_diffusion.doors import foreign_hooks, is_hooked, runs_diffusers_parallelism
+from purlin_diffusion.doors import is_hooked, runs_diffusers_parallelism
 from purlin_diffusion.environment import launched_ranks
 from purlin_diffusion.errors import AlreadyParallelError, ConfigError, PlacementError, UnsupportedModelError
+from purlin_diffusion.hooked import refuse_before_replicas
 from purlin_diffusion.registry import supported
 
 DENOISERS = ("transformer", "transformer_2", "unet")  # what diffusers' pipelines call them
@@ -86,11 +87,7 @@ def local_devices(model: nn.Module, devices: int | Sequence[torch.device | str])
             f"parallelize: `devices` needs devices of one type, all different or all the same; got {[str(device) for device in chosen]}."
             f" For ranks that share the model's own: devices=['{_indexed(here)}'] * {len(chosen)}."
         )
-    if hooked := foreign_hooks(model):
-        raise PlacementError(
-            f"parallelize: modules carry hooks that a replica cannot copy (a cache, an offload, layerwise casting): {', '.join(hooked[:3])}."
-            " Disable them first, or start one process a rank (purlin_diffusion.launch, torchrun)."
-        )
+    refuse_before_replicas(model)
     return chosen
 
 

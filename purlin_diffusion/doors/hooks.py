@@ -127,16 +127,16 @@ def runs_diffusers_parallelism(model: nn.Module) -> bool:
     return getattr(model, "_parallel_config", None) is not None
 
 
-def foreign_hooks(model: nn.Module) -> list[str]:
-    """Names of the modules that carry hooks of diffusers or accelerate which are not ours."""
-    names = []
+def foreign_hooks(model: nn.Module) -> list[tuple[str, str]]:
+    """(module, hook), by their names, for each hook of diffusers or accelerate that is not ours; the model itself has the name ''."""
+    found = []
     for name, module in model.named_modules():
         registry = module.__dict__.get(REGISTRY)
-        if hasattr(module, "_hf_hook") or (
-            registry is not None and any(not hook.startswith(PREFIX) for hook in registry.hooks)
-        ):
-            names.append(name or type(module).__name__)
-    return names
+        if registry is not None:
+            found += [(name, hook) for hook in registry.hooks if not hook.startswith(PREFIX)]
+        if hasattr(module, "_hf_hook"):
+            found.append((name, type(module._hf_hook).__name__))
+    return found
 
 
 def _below(registry: Any, index: int) -> Any:
