@@ -9,6 +9,7 @@ from typing import Protocol
 
 from purlin_core.board import Board
 from purlin_core.errors import MismatchError, PeerError, PurlinError, StallError
+from purlin_core.prepare import GRANTED
 
 
 class Fault(IntEnum):
@@ -59,7 +60,7 @@ def error_of(scene: Scene) -> PurlinError | None:
         )
     if fault is Fault.MISMATCH:
         return MismatchError(
-            f"{_at_call(scene)}: ranks disagree. {_says(scene, by)}; {_says(scene, about)}.{_same_call(scene, by, about)}"
+            f"{_at_call(scene)}: ranks disagree. {_says(scene, by)}; {_says(scene, about)}.{_cure(scene, by, about)}"
         )
     if fault is Fault.GRANT:
         return MismatchError(
@@ -105,13 +106,23 @@ def _signature(scene: Scene, rank: int) -> int:
     return scene.signature if rank == scene.rank else scene.end.post(rank)[1]
 
 
+def _text(scene: Scene, rank: int) -> str | None:
+    return scene.call if rank == scene.rank else scene.boards[rank].text(_signature(scene, rank))
+
+
 def _says(scene: Scene, rank: int) -> str:
-    signature = _signature(scene, rank)
-    text = scene.call if rank == scene.rank else scene.boards[rank].text(signature)
-    return f"rank {rank} called {text or f'signature {signature:06x}'}"
+    return f"rank {rank} called {_text(scene, rank) or f'signature {_signature(scene, rank):06x}'}"
 
 
-def _same_call(scene: Scene, by: int, about: int) -> str:
-    if _signature(scene, by) != _signature(scene, about):
+def _cure(scene: Scene, by: int, about: int) -> str:
+    """What to do where the calls differ in nothing that their texts show, or in where their outputs lie alone."""
+    if _signature(scene, by) == _signature(scene, about):
+        return " They agree on the call but not on the bytes that go between them: compare in_sizes and out_sizes."
+    texts = {rank: _text(scene, rank) or "" for rank in (by, about)}
+    granted = [rank for rank, text in texts.items() if text.endswith(GRANTED)]
+    if len(granted) != 1 or len({text.removesuffix(GRANTED) for text in texts.values()}) != 1:
         return ""
-    return " They agree on the call but not on the bytes that go between them: compare in_sizes and out_sizes."
+    return (
+        f" They differ in where the output lies alone: rank {granted[0]}'s is of comm.empty(). Pass tensors of comm.empty() on all ranks, or on none;"
+        " and where calls make results there themselves (`granted_results`), let all ranks hold on to the same ones."
+    )

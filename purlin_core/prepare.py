@@ -35,6 +35,7 @@ from purlin_core.settings import VERSION
 from purlin_core.spec import Op, Spec, check_sizes
 from purlin_core.tune import IN_PLACE_PARTS_TEAM_BYTES, Regime, Schedule, Scratch, Tuning, choose, with_parts
 
+GRANTED = ", into granted outputs"  # ends the text of a call whose outputs peers write
 MAX_GRANTS, MAX_TENSORS = 4, 16  # csrc/purlin/moves.hpp
 # numbered as Op and Dtype of csrc/purlin/spec.hpp
 OPS: tuple[Op, ...] = ("sum", "avg", "max", "min")
@@ -147,7 +148,7 @@ def prepare(site: Site, asked: Asked, tensors: Sequence[Tensor], out: Sequence[T
     remote = _remote(site, operands, moves) if schedule.regime is Regime.DIRECT else ()
     text = _text(site, operands, asked)
     if schedule.regime is Regime.DIRECT:
-        text += ", into granted outputs"
+        text += GRANTED
     arguments = _arguments(site, moves, schedule, text, asked.op, tensors[0].dtype, (inputs, outputs), remote)
     return _prepared(site, arguments, moves, schedule, tuple(operands), (inputs, outputs), text)
 

@@ -187,3 +187,4 @@ def test_a_rank_that_disagrees_is_named(what: str, teams: int) -> None:
         assert time.monotonic() - began < 5
     for error in errors:
         assert type(error) is MismatchError and "rank 1 called" in str(error) and word in str(error), error
+        assert ("on all ranks, or on none" in str(error)) is (what == "place"), error

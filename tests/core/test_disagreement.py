@@ -95,10 +95,19 @@ def assert_named(errors: list[object], *words: str) -> None:
         assert "rank 1 called" in str(error)
 
 
-def test_a_granted_output_on_one_rank_only_is_a_disagreement() -> None:
+GRANTABLE: dict[str, Callable[[Communicator, Tensor], object]] = {
+    "gather": lambda comm, out: comm.all_gather_into_tensor(out, f(300)),
+    "sum": lambda comm, out: comm.all_reduce(out),
+}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("call", GRANTABLE)
+def test_a_granted_output_on_some_ranks_only_is_a_disagreement_with_its_cure(call: str, alone: bool) -> None:
+    """On rank 1 alone, or on all but it."""
+
     def work(comm: Communicator) -> None:
-        out = comm.empty((900,)) if comm.rank == 1 else f(900)
-        comm.all_gather_into_tensor(out, f(300))
+        GRANTABLE[call](comm, comm.empty((900,)).fill_(1) if (comm.rank == 1) is alone else f(900))
 
     with world_of(RANKS, "direct") as world:
         began = time.monotonic()
@@ -107,6 +116,9 @@ def test_a_granted_output_on_one_rank_only_is_a_disagreement() -> None:
     for error in errors:
         assert type(error) is MismatchError, error
         assert "rank 1 called" in str(error) and str(error).count("into granted outputs") in (1, 2), error
+        granted = {1} if alone else {0, 2}
+        assert any(f"rank {rank}'s is of comm.empty()" in str(error) for rank in granted), error
+        assert "Pass tensors of comm.empty() on all ranks, or on none" in str(error), error
 
 
 @pytest.mark.parametrize("change", [(0, 2), (2, 1)])
