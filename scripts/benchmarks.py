@@ -282,7 +282,8 @@ def _subject(line: Mapping[str, Any], worlds: Mapping[str, int]) -> tuple[object
 
 def _run_of_pictures(lines: Sequence[Mapping[str, Any]]) -> str:
     first = lines[0]
-    ranks = max(line["ranks"] for line in lines)
+    most = max(line["ranks"] for line in lines)
+    ranks = "1 rank" if most == 1 else f"{most} ranks" + " as threads" * (first["world"] == "threads")
     where = first["machine"] if first["gpus"] == "none" else first["gpus"]
     titles = [
         "mode",
@@ -299,7 +300,7 @@ def _run_of_pictures(lines: Sequence[Mapping[str, Any]]) -> str:
         "PSNR, dB",
     ]
     parts = [
-        f"## A picture: {first['model']}, {first['size']}, {first['steps']} steps, {ranks} rank{'s' * (ranks > 1)}, {where}\n",
+        f"## A picture: {first['model']}, {first['size']}, {first['steps']} steps, {ranks}, {where}\n",
         f"{first['date']}, commit {first['commit']}, {first['machine']}, "
         + ", ".join(" ".join(pair) for pair in first["versions"].items())
         + "\n",
