@@ -263,21 +263,24 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _pictures(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Of each machine kind, model, size, step count and world the newest run."""
-    newest_runs: dict[tuple[object, ...], tuple[str, str]] = {}
-    worlds = {
-        run: max(line["ranks"] for line in lines if line["run"] == run) for run in {line["run"] for line in lines}
-    }
+    """Of each machine kind, model, size, step count and world the runs of which no newer one timed all the modes."""
+    ranks = {run: max(line["ranks"] for line in lines if line["run"] == run) for run in {line["run"] for line in lines}}
+    runs: dict[tuple[tuple[object, ...], str, str], list[Mapping[str, Any]]] = {}
     for line in lines:
-        subject = _subject(line, worlds)
-        newest_runs[subject] = max(newest_runs.get(subject, ("", "")), (line["date"], line["run"]))
-    for subject, (_, run) in sorted(newest_runs.items(), key=str):
-        yield _run_of_pictures([line for line in lines if line["run"] == run and _subject(line, worlds) == subject])
+        where = line["machine"] if line["gpus"] == "none" else line["gpus"]
+        subject = (where, line["model"], line["size"], line["steps"], line["world"], ranks[line["run"]])
+        runs.setdefault((subject, line["date"], line["run"]), []).append(line)
+    kept: list[tuple[tuple[object, ...], str, str]] = []
+    for key in sorted(runs, key=str, reverse=True):  # the newest first
+        newer = [other for other in kept if other[0] == key[0]]
+        if not any(_timed(runs[key]) <= _timed(runs[other]) for other in newer):
+            kept.append(key)
+    for key in reversed(kept):
+        yield _run_of_pictures(runs[key])
 
 
-def _subject(line: Mapping[str, Any], worlds: Mapping[str, int]) -> tuple[object, ...]:
-    where = line["machine"] if line["gpus"] == "none" else line["gpus"]
-    return where, line["model"], line["size"], line["steps"], line["world"], worlds[line["run"]]
+def _timed(run: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {line["mode"] for line in run if not line["why"]}
 
 
 def _run_of_pictures(lines: Sequence[Mapping[str, Any]]) -> str:

@@ -45,6 +45,15 @@ def test_benchmarks_shows_the_newest_run_of_pictures(two: Result) -> None:
     assert "- ours (graph, compile+graph): a CUDA graph needs a GPU" in text and "not asked for" not in text
 
 
+def test_benchmarks_keeps_an_older_run_that_timed_more(two: Result) -> None:
+    lines = record.lines(two)
+    old = [{**line, "date": "2030-01-01", "run": "old", "commit": "older"} for line in lines]
+    less = [{**line, "date": "2031-01-01", "run": "new", "commit": "newer"} for line in lines if line["mode"] != "ours"]
+    text = benchmarks.text_of([], [*less, *old])
+    assert text.count("## A picture: tiny:flux, 64x48, 2 steps, 2 ranks") == 2
+    assert text.index("commit older") < text.index("commit newer")
+
+
 def test_a_line_that_is_no_picture_is_named(tmp_path: Path) -> None:
     file = tmp_path / "latency.jsonl"
     file.write_text(json.dumps({"run": "x"}) + "\n")

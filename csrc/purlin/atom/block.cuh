@@ -179,6 +179,22 @@ __device__ __forceinline__ void play(R& role) {
   role.close();
 }
 
+// What an Atom of calls without packets never does.
+struct NoPackets {
+  template <class C, class F, class G>
+  __device__ Arrival put(int, C, F, G, Where) {
+    return Arrival::yes;
+  }
+  template <class F>
+  __device__ Arrival take(int, F, Where) {
+    return Arrival::yes;
+  }
+  template <class F>
+  __device__ Arrival take_reduce(const Place&, const Place&, int, F, int, Sum, Where) {
+    return Arrival::yes;
+  }
+};
+
 // Two roles of one crew, the second `lag` steps behind.
 template <class G, class C>
 __device__ __forceinline__ void play_in_turn(int lag, G& second, C& first) {

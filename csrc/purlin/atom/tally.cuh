@@ -29,7 +29,7 @@ __device__ __forceinline__ bool is_alive(const Launch& l) {
 // Of a team; idle: threads that a block has beyond what its role needs.
 enum Role { stages, consumes, gathers, idle };
 
-class RingHands {
+class RingHands : public NoPackets {
  public:
   static constexpr bool flat = false;
 
@@ -68,19 +68,6 @@ class RingHands {
 
   template <class F>
   __device__ void lend(int, F) const {}  // Borrow
-  // Packets: Together.
-  template <class C, class F, class G>
-  __device__ Arrival put(int, C, F, G, Where) {
-    return Arrival::yes;
-  }
-  template <class F>
-  __device__ Arrival take(int, F, Where) {
-    return Arrival::yes;
-  }
-  template <class F>
-  __device__ Arrival take_reduce(const Place&, const Place&, int, F, int, Sum, Where) {
-    return Arrival::yes;
-  }
 
  protected:
   __device__ RingHands(const Launch& launch, int team, int role, int thread, const Tally* tally)

@@ -5,7 +5,7 @@
 namespace purlin::gpu {
 
 template <bool all_flat>
-class Together {
+class Together : public NoPackets {
  public:
   static constexpr bool flat = all_flat;
 
@@ -75,29 +75,23 @@ class Together {
   }
   template <class F>
   __device__ Arrival expect(int n, F mark, Where where) {
-    bool bad = lane() < n && !tagged(l_, team_, mark(ptx::here(lane())), l_.call.peer_of_mark(lane()), where);
-    return verdict(bad);
+    int peers = l_.call.peers(), first = 0;
+    Arrival how;
+    do {  // lane p knows the counts of peer p alone, so several marks a peer take turns
+      int p = lane();
+      how = verdict(p < peers && first + p < n && !tagged(l_, team_, mark(ptx::here(first + p)), p, where));
+      first += peers;
+    } while (how == Arrival::yes && first < n);
+    return how;
   }
   __device__ void meet() const {}   // lanes in lockstep have
   __device__ void drain() const {}  // each step ends by itself
 
-  // Rings and packets: other Atoms. Sums: Borrow.
+  // Rings: other Atoms. Sums: Borrow.
   template <class G, class C, class S>
   __device__ void three(int, G, C, S) {}
   template <class T, class F>
   __device__ void reduce(int, T, const Place&, int, F, int, Range, Sum) {}
-  template <class C, class F, class G>
-  __device__ Arrival put(int, C, F, G, Where) {
-    return Arrival::yes;
-  }
-  template <class F>
-  __device__ Arrival take(int, F, Where) {
-    return Arrival::yes;
-  }
-  template <class F>
-  __device__ Arrival take_reduce(const Place&, const Place&, int, F, int, Sum, Where) {
-    return Arrival::yes;
-  }
 
  private:
   __device__ Arrival verdict(bool bad) {
