@@ -6,8 +6,10 @@ import importlib.util
 import os
 import signal
 
-# Before anything imports torch: ranks share one small machine, and two OpenMP pools on two cores cost seconds.
+# Before anything imports torch: ranks share one small machine, and two OpenMP pools on two cores cost seconds. Where two
+# threads are asked for, the idle one leaves its core to others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Ranks that share a GPU: a hardware queue for every stream, and no kernel that is loaded while another waits for its rank.
