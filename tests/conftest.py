@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -21,6 +22,13 @@ import pytest
 # A run in the background of a shell ignores Ctrl-C, and so would the ranks whose interrupts are tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_stays() -> None:
+    """Half a million objects of torch and diffusers are looked at once, and not again by each collection of a test."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
