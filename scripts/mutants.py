@@ -27,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COMPILE = ("-std=c++20", "-O0", "-ffp-contract=off", "-pthread")
 TSAN = ("-fsanitize=thread", "-fno-builtin")  # inlined memcpy would not be seen
+STANDARD = "".join(f"#include <{name}>\n" for name in ("algorithm", "deque", "functional", "map", "memory", "thread"))
 RUN_S = 120.0  # far more than any test needs: one that runs longer hangs, and is noticed, too
 
 PROTOCOL_ALONE = """#include "purlin/atom/model.hpp"
@@ -292,9 +293,17 @@ def plant(m: Mutant, folder: Path) -> None:
     path.write_text(text)
 
 
-def compiler(program: str, folder: Path) -> list[str]:
-    flags = [*COMPILE, *(TSAN if program == "tsan" else ())]
-    return [os.environ.get("CXX", "g++"), *flags, "-I", str(folder / "csrc")]
+def compiler(program: str) -> list[str]:
+    return [os.environ.get("CXX", "g++"), *COMPILE, *(TSAN if program == "tsan" else ())]
+
+
+def of_csrc(folder: Path, shared: Path, program: str) -> list[str]:
+    """The compiler for what stands on the csrc of `folder`; `shared` has the standard library for it, compiled once."""
+    return [*compiler(program), "-I", str(folder / "csrc"), "-include", str(standard(shared, program))]
+
+
+def standard(shared: Path, program: str) -> Path:
+    return shared / f"standard_{'tsan' if program == 'tsan' else 'plain'}.hpp"
 
 
 def run_quietly(command: Sequence[str]) -> str:
@@ -303,21 +312,26 @@ def run_quietly(command: Sequence[str]) -> str:
     return "" if done.returncode == 0 else done.stderr
 
 
-def compile_rest(folder: Path) -> str:
-    """The model test without the protocol, once: mutants of the protocol bring only that."""
+def compile_shared(folder: Path, chosen: Sequence[Mutant]) -> str:
+    """What many mutants are compiled with, once: the standard library, and the model test without the protocol."""
+    for header, program in {standard(folder, m.caught_by[0]): m.caught_by[0] for m in chosen}.items():
+        header.write_text(STANDARD)
+        if complaint := run_quietly([*compiler(program), "-x", "c++-header", str(header), "-o", f"{header}.gch"]):
+            return complaint
+    if not any(map(is_protocol, chosen)):
+        return ""
     (folder / "declared.hpp").write_text(PROTOCOL_ALONE.format(extern="extern "))
-    source = ROOT / "tests/cpp/model.cpp"
-    command = [*compiler("model", ROOT), "-include", str(folder / "declared.hpp"), "-c", str(source)]
-    return run_quietly([*command, "-o", str(folder / "rest.o")])
+    command = [*of_csrc(ROOT, folder, "model"), "-include", str(folder / "declared.hpp")]
+    return run_quietly([*command, "-c", str(ROOT / "tests/cpp/model.cpp"), "-o", str(folder / "rest.o")])
 
 
-def compile_test(m: Mutant, folder: Path, rest: Path) -> str:
+def compile_test(m: Mutant, folder: Path, shared: Path) -> str:
     program = m.caught_by[0]
     sources = [ROOT / "tests/cpp" / f"{program}.cpp"]
     if is_protocol(m) and program == "model":
         (folder / "protocol.cpp").write_text(PROTOCOL_ALONE.format(extern=""))
-        sources = [folder / "protocol.cpp", rest / "rest.o"]
-    return run_quietly([*compiler(program, folder), *map(str, sources), "-o", str(folder / program)])
+        sources = [folder / "protocol.cpp", shared / "rest.o"]
+    return run_quietly([*of_csrc(folder, shared, program), *map(str, sources), "-o", str(folder / program)])
 
 
 def run_test(caught_by: tuple[str, ...], folder: Path) -> tuple[str, str]:
@@ -336,12 +350,12 @@ def run_test(caught_by: tuple[str, ...], folder: Path) -> tuple[str, str]:
     return (law[1] or law[2] if law else f"exit status {done.returncode}"), ""
 
 
-def judge(m: Mutant, rest: Path) -> Verdict:
+def judge(m: Mutant, shared: Path) -> Verdict:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         folder = Path(name)
         plant(m, folder)
-        complaint = compile_test(m, folder, rest)
+        complaint = compile_test(m, folder, shared)
         if complaint:
             sys.exit(f"mutants: `{m.name}` does not compile:\n{complaint}")
         how, seeds = run_test(m.caught_by, folder)
@@ -355,9 +369,8 @@ def show(v: Verdict, width: int) -> str:
 
 def verdicts(chosen: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:
     with tempfile.TemporaryDirectory(prefix="mutants-") as name, ThreadPoolExecutor(jobs) as pool:
-        complaint = compile_rest(Path(name)) if any(map(is_protocol, chosen)) else ""
-        if complaint:
-            sys.exit(f"mutants: tests/cpp/model.cpp does not compile:\n{complaint}")
+        if complaint := compile_shared(Path(name), chosen):
+            sys.exit(f"mutants: what they share does not compile:\n{complaint}")
         for done in as_completed([pool.submit(judge, m, Path(name)) for m in chosen]):
             yield done.result()
 
