@@ -53,8 +53,8 @@ FLAGS = (
 KERNELS = ("direct", "direct_sums", "endpoint", "packet_sums", "packets", "staged", "staged_sums")
 LATE = "tests/cpp/late.cuh"
 
-PTX, RELAY, APART, TOGETHER, BORROW, CREWS = (
-    f"atom/{name}.cuh" for name in ("ptx", "relay", "apart", "together", "borrow", "packets")
+PTX, RELAY, APART, TOGETHER, BORROW, LINES, CREWS = (
+    f"atom/{name}.cuh" for name in ("ptx", "relay", "apart", "together", "borrow", "lines", "packets")
 )
 
 
@@ -93,7 +93,7 @@ MUTANTS = (
                  ("packets",)),
     Mutant("packet: one credit too many", PACKETS, PACKET, (("credit_for(all().sent(p), packet", "credit_for(all().sent(p) - 1, packet"),),
                  ("packets",)),
-    Mutant("packet: not all lines are looked at", CREWS, PACKET,
+    Mutant("packet: not all lines are looked at", LINES, PACKET,
                  (("all &= !due(u) || number_of(got[u].tag)", "all &= !due(u) || u >= 1 || number_of(got[u].tag)"),
                   ("agreed &= !due(u) || got[u].tag", "agreed &= !due(u) || u >= 1 || got[u].tag")),
                  ("packets",)),
