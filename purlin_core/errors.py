@@ -61,3 +61,13 @@ class ConcurrentUseError(PurlinError, RuntimeError):
 
 class SetupError(PurlinError, RuntimeError):
     """Ranks that cannot form a communicator, and why."""
+
+
+def in_words(error: BaseException) -> str:
+    """Its type, and the first line of its text where it has one that can be said."""
+    try:
+        text = str(error).strip().partition("\n")[0]
+    except Exception:
+        text = ""
+    said = text.encode(errors="backslashreplace").decode()
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from purlin_core import ops
 from purlin_core.calls import Calls
+from purlin_core.errors import in_words
 from purlin_core.opening import Opening
 from purlin_core.plans import Plans
 from purlin_core.recorder import Recorder
@@ -44,8 +45,7 @@ class Life:
             yield
         except BaseException as error:
             if not self.calls.over and self.calls.tie.healthy:
-                first_line = str(error).strip().partition("\n")[0]
-                self.abort(f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__)
+                self.abort(in_words(error))
             raise
 
     def close(self) -> None:

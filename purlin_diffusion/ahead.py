@@ -20,6 +20,7 @@ import torch
 from purlin_diffusion.carrier import Carrier
 
 BAR = "progress_bar"  # of a pipeline: what it returns stands around the loop of steps, in a `with`
+BEGIN = "check_inputs"  # what a pipeline calls before anything else
 
 
 class Mark(Protocol):
@@ -75,6 +76,7 @@ class Ahead:
         self._latest: Mark | None = None
         self.heard = 0  # failures, by whichever thread
         self.failure: BaseException | None = None  # the latest of them
+        self.pictures = 0  # begun, whether their steps were or not
         self._place: Hashable = None  # of the latest
         self._here = threading.local()  # `loops`: those that the thread is in; `calls`: made in the innermost
 
@@ -160,24 +162,29 @@ class Settling(Protocol):
 class Loop:
     """In the place of a pipeline's `progress_bar` from open() until close(): in the `with` of a bar `sessions` may run ahead; at its end they settle.
 
-    Whoever replaces it, or draws without it, has each call heard before it returns.
+    Whoever replaces it, or draws without it, has each call heard before it returns. Pictures are counted where a pipeline checks its inputs.
     """
 
     def __init__(self, pipe: Any, sessions: Sequence[Settling]) -> None:
         self._pipe, self._below = pipe, getattr(pipe, BAR)
-        self._before = {name: bar for name, bar in vars(pipe).items() if name == BAR}  # a user's own
+        self._put: dict[str, Any] = {BAR: self}
+        if callable(check := getattr(pipe, BEGIN, None)):
+            self._put[BEGIN] = _Begin(pipe, check, self._begin)
+        self._before = {name: own for name, own in vars(pipe).items() if name in self._put}  # a user's own
         self._sessions = [
             weakref.ref(session) for session in sessions
         ]  # a model keeps its ranks alive, and nobody else
 
     def open(self) -> None:
-        vars(self._pipe)[BAR] = self
+        vars(self._pipe).update(self._put)
 
     def close(self) -> None:
         """Give the pipeline back as it was."""
-        if vars(self._pipe).get(BAR) is self:
-            del vars(self._pipe)[BAR]
-            vars(self._pipe).update(self._before)
+        for name, ours in self._put.items():
+            if vars(self._pipe).get(name) is ours:
+                del vars(self._pipe)[name]
+                if name in self._before:
+                    vars(self._pipe)[name] = self._before[name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What was there before returns, but for what its `with` does."""
@@ -185,8 +192,12 @@ class Loop:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the pipeline has the bar of its class."""
-        copied = memo.get(id(self._pipe))
-        return self if copied is None else MethodType(getattr(type(copied), BAR), copied)
+        return _of_copy(self, self._pipe, BAR, memo)
+
+    def _begin(self) -> None:
+        for each in self._sessions:
+            if (session := each()) is not None:
+                session.ahead.pictures += 1
 
     @contextmanager
     def _around(self) -> Iterator[None]:
@@ -208,6 +219,26 @@ class Loop:
             if session.ahead.heard != heard and session.ahead.failure is not None:
                 raise session.ahead.failure
             session.steps_ended(None)
+
+
+class _Begin:
+    """What a pipeline does first, with `begin` before it."""
+
+    def __init__(self, pipe: Any, below: Callable[..., Any], begin: Callable[[], None]) -> None:
+        self._pipe, self._below, self._begin = pipe, below, begin
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin()
+        return self._below(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _of_copy(self, self._pipe, BEGIN, memo)
+
+
+def _of_copy(ours: object, pipe: object, name: str, memo: dict[int, Any]) -> Any:
+    """What a copy of `pipe` has in the place of `ours`: the method of its class."""
+    copied = memo.get(id(pipe))
+    return ours if copied is None else MethodType(getattr(type(copied), name), copied)
 
 
 class _Bar:

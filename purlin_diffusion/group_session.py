@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from purlin_core.errors import MismatchError, PeerError, PurlinError, StallError
+from purlin_core.errors import MismatchError, PeerError, PurlinError, StallError, in_words
 from purlin_diffusion.ahead import Ahead
 from purlin_diffusion.arguments import bind
 from purlin_diffusion.carrier import Carrier
@@ -23,7 +23,7 @@ from purlin_diffusion.graph.store import Wish
 from purlin_diffusion.group_graphs import GroupGraphs
 from purlin_diffusion.guidance import Manner
 from purlin_diffusion.hooked import hooks_in_words, refuse_for_processes
-from purlin_diffusion.inputs import Carriers, agree, from_root
+from purlin_diffusion.inputs import FAILED, Carriers, agree, from_root
 from purlin_diffusion.placement import device_of
 from purlin_diffusion.plan import Plan
 from purlin_diffusion.route import Route
@@ -97,10 +97,10 @@ class GroupSession:
             return  # those all ranks have heard
         with self._lock:
             if error is None:
-                agree(["the end of the pipeline's steps"], self._carriers.host)
+                agree(["the end of the pipeline's steps"], self._carriers.host, picture=self._ahead.pictures)
                 return
             with suppress(PurlinError):  # what this rank has met is being raised
-                agree([f"an error: {type(error).__name__}: {error}"], self._carriers.host)
+                agree([f"{FAILED}{in_words(error)}"], self._carriers.host, picture=self._ahead.pictures)
 
     def close(self) -> None:
         """Give the model back as it was. Does nothing the second time."""
@@ -159,13 +159,15 @@ class GroupSession:
                 refuse_for_processes(self._sharded.model)
         except PurlinError as error:
             if self.ranks > 1:
-                agree([f"an error: {error}"], self._carriers.host)
+                agree([f"{FAILED}{error}"], self._carriers.host, picture=self._ahead.pictures)
             raise
         key, wish = self._graphs.look(state, hooked, arguments)
         alike = hooks_in_words(self._sharded.model) if hooked else ""
         try:
-            arguments, wishes = from_root(arguments, self._carriers, int(wish), where, alike)
-        except _DEADLY:
+            arguments, wishes = from_root(arguments, self._carriers, int(wish), where, alike, self._ahead.pictures)
+        except _DEADLY as error:
             self._ahead.forget()  # the call before met the same
-            raise
+            raise type(error)(
+                f"{error} There are no more calls: undo() and parallelize again, on every rank."
+            ) from error
         return arguments, key, Wish(min(wishes))

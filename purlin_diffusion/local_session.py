@@ -100,6 +100,8 @@ class LocalSession:
     def on_all(self, fn: Callable[[nn.Module], Any]) -> Any:
         """fn(model), then replicas that have followed whatever it did."""
         with self._lock:
+            if self._world is None:
+                self._reopen()
             result = fn(self._root.model)
             self._seen = None
             self._graphs.forget()  # what it did may be seen from nowhere

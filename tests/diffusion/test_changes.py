@@ -13,6 +13,7 @@ from diffusers.models.attention_processor import JointAttnProcessor2_0, SD3IPAda
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
 from torch import Tensor, nn
 
+from purlin_core.errors import ClosedError
 from purlin_diffusion import ParallelConfig, PlanError, parallelize
 
 peft = pytest.importorskip("peft")
@@ -185,6 +186,25 @@ def test_nothing_changed_makes_no_new_replicas(tiny: Callable[..., Any]) -> None
     handle.on_all(lambda model: None)
     assert handle._sessions[0]._workers[0].sharded.model is not replica
     handle.undo()
+
+
+def test_ranks_that_a_failure_has_ended_begin_anew_for_on_all_but_not_after_undo(tiny: Callable[..., Any]) -> None:
+    case = tiny("flux")
+    one = case.run()
+    handle = parallelize(case.model, devices=2)
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    hook = case.model.transformer_blocks[0].register_forward_pre_hook(fails)
+    with pytest.raises(MemoryError, match="no room"):
+        case.run()
+    hook.remove()
+    assert handle.on_all(lambda model: 7) == [7]
+    assert difference(case.run(), one) <= TOLERANCE
+    handle.undo()
+    with pytest.raises(ClosedError, match="Call parallelize again"):
+        handle.on_all(lambda model: pytest.fail("it has no ranks"))
 
 
 class OwnProcessor:

@@ -274,7 +274,88 @@ def test_what_one_rank_meets_in_a_callback_is_raised_on_all_and_the_next_picture
         assert all((out - one).abs().max() <= 1e-4 for out in after)
 
 
-def drawn(pipe: Any, **changes: Any) -> Tensor:
+def test_a_rank_that_leaves_a_picture_before_its_steps_is_named_on_the_others_and_the_next_picture_is_right(
+    world: LocalWorld,
+) -> None:
+    """It goes on to its next picture, where it waits for them."""
+    pipes = [flux.tiny() for _ in range(RANKS)]
+    for pipe in pipes:
+        pipe.set_progress_bar_config(disable=True)
+    one = drawn(pipes[0])
+
+    def rank_of(comm: Communicator) -> Any:
+        torch.set_num_threads(1)
+        pipe = pipes[comm.rank]
+        handle = parallelize(pipe, communicator=comm)
+        met = caught(drawn, pipe=pipe, prompt=5) if comm.rank == 1 else caught(drawn, pipe=pipe)
+        after = [drawn(pipe) for _ in range(2)]
+        handle.undo()
+        return met, after
+
+    for rank, (met, after) in enumerate(world.run(rank_of)):
+        assert type(met) is (ValueError if rank == 1 else InputsDifferError), (rank, met)
+        assert rank == 1 or "rank 1 left picture 1 before its steps began" in str(met), met
+        assert all((out - one).abs().max() <= 1e-4 for out in after)
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    "error", [UnspeakableError(), ValueError("\udc80")], ids=["no text", "no text that can be encoded"]
+)
+def test_an_exception_that_cannot_be_told_is_told_by_its_type(world: LocalWorld, error: Exception) -> None:
+    pipes = [flux.tiny() for _ in range(RANKS)]
+    for pipe in pipes:
+        pipe.set_progress_bar_config(disable=True)
+
+    def rank_of(comm: Communicator) -> Any:
+        torch.set_num_threads(1)
+
+        def callback(_pipe: Any, _at: int, _time: Any, kept: dict[str, Any]) -> dict[str, Any]:
+            if comm.rank == 1:
+                raise error
+            return kept
+
+        handle = parallelize(pipes[comm.rank], communicator=comm)
+        met = caught(drawn, pipe=pipes[comm.rank], callback_on_step_end=callback)
+        drawn(pipes[comm.rank])
+        handle.undo()
+        return met
+
+    for rank, met in enumerate(world.run(rank_of)):
+        assert met is error if rank == 1 else f"an error: {type(error).__name__}" in str(met), (rank, met)
+
+
+def test_where_there_are_no_more_calls_the_next_one_says_the_cure(world: LocalWorld) -> None:
+    """An exception within the denoiser, amid exchanges that others wait in."""
+    pipes = [flux.tiny() for _ in range(RANKS)]
+    for pipe in pipes:
+        pipe.set_progress_bar_config(disable=True)
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    def rank_of(comm: Communicator) -> Any:
+        torch.set_num_threads(1)
+        pipe = pipes[comm.rank]
+        handle = parallelize(pipe, communicator=comm)
+        hook = pipe.transformer.transformer_blocks[0].register_forward_pre_hook(fails) if comm.rank == 1 else None
+        met = caught(drawn, pipe=pipe)
+        if hook is not None:
+            hook.remove()
+        again = caught(drawn, pipe=pipe)
+        handle.undo()
+        return met, again
+
+    for rank, (met, again) in enumerate(world.run(rank_of)):
+        assert type(met) is (MemoryError if rank == 1 else PeerError), (rank, met)
+        assert type(again) is PeerError and "undo() and parallelize again" in str(again), (rank, again)
+
+
+def drawn(pipe: Any, prompt: Any = "an oak", **changes: Any) -> Tensor:
     call = {"height": 48, "width": 80, "num_inference_steps": 3, "max_sequence_length": 31, "output_type": "latent"}
-    latents: Tensor = pipe("an oak", generator=torch.Generator().manual_seed(0), **call, **changes).images
+    latents: Tensor = pipe(prompt, generator=torch.Generator().manual_seed(0), **call, **changes).images
     return latents
