@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from pathlib import Path
 
 
 def try_place(file: Path) -> None:
-    """Raises OSError where `file` cannot be."""
+    """Raises OSError where `file`, or what it links to, cannot be, or is no regular file."""
     if _is_there(file):
+        if not file.is_file() and not file.is_dir():  # to open a pipe is to wait for its reader
+            raise OSError(errno.EINVAL, "Not a regular file", str(file))
         with file.open("ab"):
             return
+    file = file.resolve()  # a link to what is not there yet
     folder = next(parent for parent in file.parents if _is_there(parent))
     if folder == file.parent:
         with tempfile.TemporaryFile(dir=folder):
@@ -20,8 +24,9 @@ def try_place(file: Path) -> None:
 
 
 def in_folder(file: Path) -> Path:
-    """`file`, its folder being there now."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """`file`, its folder being there now, and that of what it links to."""
+    for place in (file.resolve(), file):  # in this order: a folder may be the link
+        place.parent.mkdir(parents=True, exist_ok=True)
     return file
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,34 @@ def test_a_file_that_is_there_keeps_what_it_holds(tmp_path: Path) -> None:
 def test_names_too_long_are_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be written: File name too long"):
         check_writable("--json", tmp_path / ("x" * 300))
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_regular_file_is_refused_and_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for file in (tmp_path / "pipe", tmp_path / "link", Path("/dev/null"), Path("/dev/full")):
+        with pytest.raises(InputError, match=f"--json {file} cannot be written: Not a regular file"):
+            check_writable("--json", file)
+
+
+@pytest.mark.parametrize("folder", ["/proc/nowhere", "file"])
+def test_a_link_to_what_cannot_be_is_refused(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link.json").symlink_to(tmp_path / folder / "x.json")
+    with pytest.raises(InputError, match=r"link\.json cannot be written"):
+        check_writable("--json", tmp_path / "link.json")
+
+
+@pytest.mark.parametrize("name", ["link.json", "link/x.json", "new/../x.json"])
+def test_what_is_tried_can_be_written(name: str, tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "far" / "x.json")
+    (tmp_path / "link").symlink_to(tmp_path / "farther")
+    file = tmp_path / name
+    check_writable("--json", file)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "link.json"]
+    in_folder(file).write_text("{}")
+    assert file.read_text() == "{}"
 
 
 def test_folders_are_made_with_the_file(tmp_path: Path) -> None:
