@@ -112,7 +112,11 @@ def test_latency_names_each_file_that_it_has_written(
         assert told.count(f": {file}\n") == 1
 
 
-def test_what_lies_beside_the_picture_is_tried_too(tmp_path: Path) -> None:
-    (tmp_path / "x.json").mkdir()
-    with pytest.raises(InputError, match=r"x\.json cannot be written: Is a directory"):
-        generate.check_out(tmp_path / "x.png")
+@pytest.mark.parametrize("name", ["x.png", "x-2.png", "x-3.png", "x.json"])
+def test_every_file_of_a_call_is_tried(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / name).mkdir()
+    asked = ["generate", "--model", "tiny:flux", "--images", "3", "--out", str(tmp_path / "x.png")]
+    assert main(asked) == WRONG_INPUT
+    assert capsys.readouterr().err == f"generate: --out {tmp_path / name} cannot be written: Is a directory\n"
+    generate.check_out(tmp_path / "y.png", 3)
+    assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
 def generate(args: argparse.Namespace) -> int:
     """Raises InputError before any rank starts, and what a rank raised."""
     check_count("--scale", args.scale)
-    check_out(args.out)
     options = read_options(args)
+    check_out(args.out, options.images)
     reports = on_ranks(draw, options, args.out, args.scale)
     if reports:
         written = record(options, reports)
@@ -74,12 +75,18 @@ def generate(args: argparse.Namespace) -> int:
     return DONE
 
 
-def check_out(out: Path) -> None:
-    """Raises InputError."""
+def check_out(out: Path, images: int) -> None:
+    """Every file that will be written. Raises InputError."""
     if out.suffix.lower() not in FORMATS:
         raise InputError(f"--out needs a name that ends in one of {', '.join(sorted(FORMATS))}; got {out}")
-    for file in (out, out.with_suffix(".json")):
+    for file in chain(pictures(out, images), [out.with_suffix(".json")]):
         check_writable("--out", file)
+
+
+def pictures(out: Path, images: int) -> Iterator[Path]:
+    """One file an image: NAME.png, NAME-2.png, ..."""
+    yield out
+    yield from (out.with_stem(f"{out.stem}-{number}") for number in range(2, images + 1))
 
 
 # ---- on every rank ---------------------------------------------------------------------------------------------------
@@ -111,10 +118,10 @@ def draw(options: Options, out: Path, scale: int | None) -> Report:
 
 
 def save(images: Sequence[Any], out: Path, scale: int | None) -> tuple[str, ...]:
-    """One file an image: NAME.png, NAME-2.png, ... Returns their names."""
+    """Returns the names of the files."""
     from PIL import Image
 
-    paths = [out, *(out.with_stem(f"{out.stem}-{number}") for number in range(2, len(images) + 1))]
+    paths = list(pictures(out, len(images)))
     for image, path in zip(images, paths, strict=True):
         times = scale or max(1, VIEWABLE // min(image.size)) if min(image.size) < SMALL or scale else 1
         image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST).save(in_folder(path))
