@@ -92,6 +92,8 @@ def test_every_image_has_a_file_and_small_ones_are_enlarged(tmp_path: Path) -> N
         (["--steps", "0"], "--steps"),
         (["--height", "-8"], "--height"),
         (["--images", "0"], "--images"),
+        (["--seed", str(10**26)], f"--seed needs 0 to {2**63 - 1}; got {10**26}"),
+        (["--seed=-1"], f"--seed needs 0 to {2**63 - 1}; got -1"),
         (["--guidance", "nan"], "--guidance needs a finite number; got nan"),
         (["--guidance", "inf"], "--guidance needs a finite number; got inf"),
         (["--guidance=-inf"], "--guidance needs a finite number; got -inf"),

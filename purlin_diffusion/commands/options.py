@@ -71,7 +71,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--height", type=int, help="pixels")
     parser.add_argument("--width", type=int, help="pixels")
     parser.add_argument("--guidance", type=float, help="guidance scale")
-    parser.add_argument("--seed", type=int, default=0, help="of the first noise (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first noise, 0 to 2**63 - 1 (default: 0)")
 
 
 def read_options(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Options:
@@ -97,6 +97,7 @@ def read_options(args: argparse.Namespace, environment: Mapping[str, str] = os.e
     )
     for name in ("images", "steps", "height", "width"):
         check_count(f"--{name}", getattr(options, name))
+    check_seed(options.seed)
     check_guidance(options.guidance)
     check_device(options)
     check_config(options)
@@ -135,6 +136,11 @@ def may_share(device: Device) -> bool:
 def check_count(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise InputError(f"{name} needs 1 or more; got {value}")
+
+
+def check_seed(value: int) -> None:
+    if not 0 <= value < 2**63:
+        raise InputError(f"--seed needs 0 to {2**63 - 1}; got {value}")
 
 
 def check_guidance(value: float | None) -> None:

@@ -404,6 +404,7 @@ def test_the_weights_in_float32_are_the_same_and_the_pipeline_is_left_alone() ->
         (["--model", "tiny:flux", "--size", "65"], "needs a multiple of 16 pixels"),
         (["--repeats", "0"], "--repeats needs 1 or more"),
         (["--warmup", "0"], "--warmup needs 1 or more"),
+        (["--seed", str(2**63)], "--seed needs 0 to"),
         (["--model", "nothing"], "--model needs one of"),
         (["--html", "/dev/null/x.html"], "--html /dev/null/x.html cannot be written"),
         (["--record", "/dev/null/x.jsonl"], "--record /dev/null/x.jsonl cannot be written"),
