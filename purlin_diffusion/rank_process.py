@@ -97,6 +97,8 @@ def _join(rank: int, ranks: int, store: str) -> None:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if gpus else "gloo", store=FileStore(store, ranks), rank=rank, world_size=ranks
     )
+    # A rank that ended would close its connections while others still make theirs. Not barrier(): that would wake NCCL, which few need.
+    dist.all_reduce(torch.zeros(1, device="cpu"))
 
 
 def _leave() -> None:

@@ -76,6 +76,35 @@ def test_ranks_form_a_group_and_return_in_order(work: Any) -> None:
     assert dict(os.environ) == before
 
 
+LATE = """
+import os, time
+import torch.distributed as dist
+
+join, joined = dist.init_process_group, []
+
+def join_late(*args, **options):
+    join(*args, **options)
+    time.sleep(int(os.environ["RANK"]))
+    joined.append(time.monotonic())
+
+if "RANK" in os.environ:
+    dist.init_process_group = join_late
+
+def begin():
+    return joined[0], time.monotonic()
+"""
+
+
+def test_no_rank_begins_before_all_have_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that had ended would close its connections while others still make theirs."""
+    (tmp_path / "late_work.py").write_text(LATE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import late_work
+
+    joined, began = zip(*launch(late_work.begin, 2), strict=True)
+    assert min(began) >= max(joined)
+
+
 def test_parallelize_finds_its_place_in_a_launched_group(work: Any, tiny: Any) -> None:
     one = tiny("flux").run()
     for rank, outs in enumerate(launch(work.draw, 2, str(Path(__file__).parent))):
