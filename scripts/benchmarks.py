@@ -303,7 +303,7 @@ def _run_of_pictures(lines: Sequence[Mapping[str, Any]]) -> str:
         "PSNR, dB",
     ]
     parts = [
-        f"## A picture: {first['model']}, {first['size']}, {first['steps']} steps, {ranks}, {where}\n",
+        f"## A picture: {first['model']}, {first['size']}, {first['steps']} steps, {ranks}, {where}, {first['date'][:16]}\n",
         f"{first['date']}, commit {first['commit']}, {first['machine']}, "
         + ", ".join(" ".join(pair) for pair in first["versions"].items())
         + "\n",

@@ -275,7 +275,8 @@ def torch_symm_mem(case: Case, world: World, depth: int, *, shots: str) -> Rival
         return x
 
     alike = dict.fromkeys(world.here, allocate)
-    sets = sets_of(case, world, min(depth, SYMMETRIC_SETS), alike, ordinary(world))
+    outputs = alike if case.in_place else ordinary(world)
+    sets = sets_of(case, world, min(depth, SYMMETRIC_SETS), alike, outputs)
     ops = torch.ops.symm_mem
 
     def one(rank: int, turn: int) -> None:
