@@ -325,8 +325,9 @@ def _unpictured(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _picture_cells(line: Mapping[str, Any]) -> list[str]:
     same = "same bits" if line["max_abs"] == 0 else ""
+    fewer = line.get("timed", line["repeats"]) < line["repeats"]
     figures = [
-        _figure(line["ms_per_step"], ".2f"),
+        _figure(line["ms_per_step"], ".2f") + f" ({line.get('timed')} of {line['repeats']} repeats)" * fewer,
         _figure(line["decode_ms"], ".1f"),
         _figure(line["total_s"], ".3f"),
         _figure(line["images_per_s"] and line["images_per_s"] * 60, ".1f"),

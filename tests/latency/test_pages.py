@@ -54,6 +54,13 @@ def test_benchmarks_keeps_an_older_run_that_timed_more(two: Result) -> None:
     assert text.index("commit older") < text.index("commit newer")
 
 
+def test_a_run_that_was_ended_says_how_many_repeats_it_timed(two: Result) -> None:
+    lines = [{**line, "repeats": line["repeats"] + 1} for line in record.lines(two)]
+    assert all(line["timed"] == line["repeats"] - 1 for line in lines if not line["why"])
+    assert f"({lines[0]['timed']} of {lines[0]['repeats']} repeats)" in benchmarks.text_of([], lines)
+    assert "repeats)" not in benchmarks.text_of([], record.lines(two))
+
+
 def test_a_line_that_is_no_picture_is_named(tmp_path: Path) -> None:
     file = tmp_path / "latency.jsonl"
     file.write_text(json.dumps({"run": "x"}) + "\n")

@@ -68,6 +68,7 @@ def row_facts(row: Row) -> dict[str, Any]:
         "ranks": mode.ranks,
         "graph": mode.graph,
         "compile": mode.compile,
+        "timed": row.repeats,
         "ms_per_step": or_none(step.median * 1e3),
         "ms_per_step_low": or_none(step.least * 1e3),
         "ms_per_step_high": or_none(step.most * 1e3),

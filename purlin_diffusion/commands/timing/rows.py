@@ -43,6 +43,7 @@ class Row:
     """
 
     mode: Mode
+    repeats: int = 0  # timed: fewer than were asked for where a run was ended
     whole_s: Spread | None = None
     step_s: Spread | None = None
     decode_s: Spread | None = None
@@ -120,6 +121,7 @@ def row(mode: Mode, visits: Sequence[Sequence[Visit]]) -> Row:
     whole = Spread.of([max(seconds.whole for seconds, _ in repeat) for repeat in timed])
     return Row(
         mode,
+        repeats=len(timed),
         whole_s=whole,
         step_s=slowest([[seconds.step for seconds, _ in repeat] for repeat in timed]),
         decode_s=slowest([[seconds.decode for seconds, _ in repeat] for repeat in timed]),

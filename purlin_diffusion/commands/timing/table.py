@@ -46,6 +46,8 @@ def text(result: Result) -> str:
     if hosts := host_lines(result):
         parts.append(f"{HOST_SAYS}\n\n" + markdown(HOST, hosts))
     parts += [f"{row.mode.title} could not be watched: {row.note}" for row in result.measured if row.note]
+    asked = result.asked.repeats
+    parts += [f"{row.mode.title}: {row.repeats} of {asked} repeats" for row in result.measured if row.repeats < asked]
     if missing := reasons(result.rows):
         parts.append("Not measured:\n" + "\n".join(f"- [{n}] {why} ({who})" for n, (why, who) in enumerate(missing, 1)))
     return "\n\n".join(parts)
