@@ -99,12 +99,13 @@ def flux(*, text: int = 11, rows: int = 5, columns: int = 7, batch: int = 2) -> 
     return Tiny("flux", weighted(model), inputs)
 
 
-def sd3(*, text: int = 11, rows: int = 5, columns: int = 7, batch: int = 2) -> Tiny:
+def sd3(*, text: int = 11, rows: int = 5, columns: int = 7, batch: int = 2, layers: int = 3) -> Tiny:
+    """All but the last of `layers` have two attentions."""
     model = diffusers.SD3Transformer2DModel(
         sample_size=16,
         patch_size=2,
         in_channels=4,
-        num_layers=3,
+        num_layers=layers,
         attention_head_dim=8,
         num_attention_heads=HEADS,
         joint_attention_dim=32,
@@ -112,7 +113,7 @@ def sd3(*, text: int = 11, rows: int = 5, columns: int = 7, batch: int = 2) -> T
         pooled_projection_dim=32,
         out_channels=4,
         pos_embed_max_size=24,
-        dual_attention_layers=(0, 1),
+        dual_attention_layers=tuple(range(layers - 1)),
         qk_norm="rms_norm",
     )
     inputs = {
