@@ -79,7 +79,7 @@ sanitize: build/tests/build.ninja ## compute-sanitizer over a short soak on this
 
 wheel: $(VENV)/.tools ## A wheel in dist/
 	rm -rf dist
-	PURLIN_CUDA=$(cuda_anywhere) $(pip) wheel --no-build-isolation --no-deps --wheel-dir dist .
+	PURLIN_CUDA=$(cuda_anywhere) $(pip) wheel --no-build-isolation --no-deps --config-settings build-dir=build/wheel --wheel-dir dist .
 	@ls dist/*.whl
 
 bench: build ## Latency of a picture: one rank against two, purlin against torch
