@@ -28,14 +28,7 @@ def exchange(
     tag: str,
 ) -> list[Tensor]:
     """Make a call by specs; the results."""
-    facts, at = facts_of(tensors)
-    wanted, to = (None, None) if out is None else facts_of(out)
-    granted = out is not None and calls.tie.heap.holds_all(out)
-    key = (call, specs, sizes, op, tag, calls.budget, granted, facts, wanted)
-    prepared = calls.plans.get(key)
-    if prepared is None:
-        asked = Asked(call, specs, sizes, op, tag, calls.device, granted, calls.budget)
-        prepared = _plan(calls, key, asked, tensors, out)
+    prepared, key, at, to = _found(calls, call, tensors, out, specs, sizes, op, tag)
     if out is None:
         if are_granted(prepared):
             prepared, key, out = _in_heap(calls, prepared, key, tensors)
@@ -55,13 +48,30 @@ def plan(
     op: Op,
     tag: str,
 ) -> Prepared:
-    """The plan of exchange() with these arguments, kept as it would keep it; nothing is sent."""
+    """The plan of exchange() with these arguments, kept for it; nothing is sent."""
+    return _found(calls, call, tensors, out, specs, sizes, op, tag)[0]
+
+
+def _found(
+    calls: Calls,
+    call: str,
+    tensors: Sequence[Tensor],
+    out: Sequence[Tensor] | None,
+    specs: str | tuple[str, ...],
+    sizes: FrozenSizes,
+    op: Op,
+    tag: str,
+) -> tuple[Prepared, Any, list[int], list[int] | None]:
+    """A plan, made if there is none; what it is kept by; where inputs lie, and outputs that are given."""
+    facts, at = facts_of(tensors)
+    wanted, to = (None, None) if out is None else facts_of(out)
     granted = out is not None and calls.tie.heap.holds_all(out)
-    asked = Asked(call, specs, sizes, op, tag, calls.device, granted, calls.budget)
-    wanted = None if out is None else facts_of(out)[0]
-    # as exchange() has it
-    key = (call, specs, sizes, op, tag, calls.budget, granted, facts_of(tensors)[0], wanted)
-    return calls.plans.get(key) or _plan(calls, key, asked, tensors, out)
+    key = (call, specs, sizes, op, tag, calls.budget, granted, facts, wanted)
+    prepared = calls.plans.get(key)
+    if prepared is None:
+        asked = Asked(call, specs, sizes, op, tag, calls.device, granted, calls.budget)
+        prepared = _plan(calls, key, asked, tensors, out)
+    return prepared, key, at, to
 
 
 def _plan(calls: Calls, key: Any, asked: Asked, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> Prepared:
