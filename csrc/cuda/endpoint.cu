@@ -83,7 +83,7 @@ Endpoint::Endpoint(int rank, const Geometry& geometry, std::vector<std::uintptr_
   s.bulk = gpu::bulk_copies_are_in_the_code();
   s.rank = rank;
   s.geometry = geometry;
-  s.share = divider(static_cast<unsigned>(gpu::crew / larger(1, geometry.ranks - 1) & ~15));
+  s.share = divider(static_cast<unsigned>(gpu::lanes_of(geometry.ranks - 1)));
   for (std::uintptr_t arena : arenas) s.arenas.push_back(reinterpret_cast<char*>(arena));
   s.timeout = std::chrono::nanoseconds(static_cast<i64>(timeout_s * 1e9));
   std::size_t bytes = sizeof(Counts) * static_cast<std::size_t>(s.channels()) + sizeof(Progress);

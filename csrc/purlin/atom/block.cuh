@@ -18,7 +18,7 @@ struct Page {
 
 // A kernel's argument. It is read where it lies, in constant memory: what is the same for all lanes of a warp costs nothing there.
 struct Launch {
-  Divider share;  // lanes of a role that serve one peer, where packets are sent: 16 or more
+  Divider share;  // lanes of a role that serve one peer, where packets are sent
   Page* page;
   unsigned long long timeout;  // nanoseconds
   Call call;

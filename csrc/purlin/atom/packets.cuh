@@ -5,7 +5,10 @@
 
 namespace purlin::gpu {
 
-constexpr int crew = block_threads / 2;                       // lanes of a role
+constexpr int crew = block_threads / 2;  // lanes of a role
+// Of a role, that serve one peer. Any count will do that leaves every peer some.
+constexpr int lanes_of(int peers) { return crew / larger(1, peers) & ~15; }
+static_assert(lanes_of(max_ranks - 1) >= 16);
 constexpr i64 little = i64{warp} * in_flight * vector_bytes;  // that a warp copies in one round
 
 template <bool all_flat, class Adding = Copies>
