@@ -238,9 +238,15 @@ def _us(line: Line) -> float:
 
 
 def _reasons(lines: Sequence[Line]) -> Iterator[str]:
-    """What did not run, and why."""
-    reasons = sorted({(line.provider, line.why) for line in lines if line.why})
-    yield from (f"{provider}: {why}" for provider, why in reasons)
+    """What did not run, and why; at which sizes, where it ran at others."""
+    ran = {(line.provider, line.in_place) for line in lines if line.us}
+    sizes: dict[tuple[str, str, bool], set[int]] = {}
+    for line in lines:
+        if line.why:
+            sizes.setdefault((line.provider, line.why, (line.provider, line.in_place) in ran), set()).add(line.bytes)
+    for (provider, why, partly), of in sorted(sizes.items()):
+        at = ", ".join(map(str, sorted(of)))
+        yield f"{provider}{f' of {at} bytes' * partly}: {why}"
 
 
 def _forced(lines: Sequence[Line]) -> Iterator[str]:
