@@ -67,8 +67,8 @@ Plan::Plan(const PlanText& text, const Geometry& geometry)
   call_.flat = true;
   for_each_route(call_, [&](Route& r) { call_.flat &= r.flat(); });
   for (int p = 0; p < call_.peers(); ++p)
-    if (call_.kind == Kind::all_reduce && !call_.pair[p].remote.flat())
-      throw std::invalid_argument("a peer's output is read where it lies in one stretch only");
+    if (call_.kind != Kind::copy && !call_.pair[p].remote.flat())
+      throw std::invalid_argument("what a peer lends is read where it lies in one stretch only");
   kept_ = keep_items(items_);
   for_each_route(call_, [&](Route& r) { r.items = kept_.get() + first_of(r); });
 }

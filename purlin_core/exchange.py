@@ -65,13 +65,20 @@ def _found(
     """A plan, made if there is none; what it is kept by; where inputs lie, and outputs that are given."""
     facts, at = facts_of(tensors)
     wanted, to = (None, None) if out is None else facts_of(out)
-    granted = out is not None and calls.tie.heap.holds_all(out)
-    key = (call, specs, sizes, op, tag, calls.budget, granted, facts, wanted)
+    heap = calls.tie.heap
+    granted = out is not None and heap.holds_all(out)
+    lent = _sums(specs) and heap.holds_all(tensors)
+    key = (call, specs, sizes, op, tag, calls.budget, granted, lent, facts, wanted)
     prepared = calls.plans.get(key)
     if prepared is None:
-        asked = Asked(call, specs, sizes, op, tag, calls.device, granted, calls.budget)
+        asked = Asked(call, specs, sizes, op, tag, calls.device, granted, lent, calls.budget)
         prepared = _plan(calls, key, asked, tensors, out)
     return prepared, key, at, to
+
+
+def _sums(specs: str | tuple[str, ...]) -> bool:
+    """Whether peers may read the inputs where they lie."""
+    return "+" in (specs if isinstance(specs, str) else specs[0])
 
 
 def _plan(calls: Calls, key: Any, asked: Asked, tensors: Sequence[Tensor], out: Sequence[Tensor] | None) -> Prepared:
@@ -87,7 +94,7 @@ def _in_heap(
     results = in_heap(prepared, tensors, calls.tie.heap)
     if results is None:
         call, specs, sizes, op, tag, budget = key[:6]
-        asked = Asked(call, specs, sizes, op, tag, calls.device, False, budget)
+        asked = Asked(call, specs, sizes, op, tag, calls.device, granted=False, budget=budget)
         key = (key, "ordinary")
         make = partial(prepare, calls.tie.site, asked, tensors, None)
         prepared = calls.plans.get(key) or calls.planned(key, call, make)

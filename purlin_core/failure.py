@@ -9,7 +9,7 @@ from typing import Protocol
 
 from purlin_core.board import Board
 from purlin_core.errors import MismatchError, PeerError, PurlinError, StallError
-from purlin_core.prepare import GRANTED
+from purlin_core.prepare import GRANTED, LENT
 
 
 class Fault(IntEnum):
@@ -64,7 +64,7 @@ def error_of(scene: Scene) -> PurlinError | None:
         )
     if fault is Fault.GRANT:
         return MismatchError(
-            f"{_at_call(scene)}: rank {about} granted rank {by} an output that does not lie in its arena with room for the call."
+            f"{_at_call(scene)}: rank {about} granted rank {by} a tensor that does not lie in its arena with room for the call."
         )
     if fault is Fault.DIED:
         return PeerError(f"{_at_call(scene)}: rank {about} died (noticed by rank {by}).")
@@ -86,7 +86,7 @@ def _detail(scene: Scene, by: int) -> str:
     if by != scene.rank:
         return ""
     what, use, step, team, _ = scene.end.stalled
-    waits = ("a free slot", "a message", "a granted output")
+    waits = ("a free slot", "a message", "a granted tensor")
     uses = ("ring", "gather ring", "packets", "direct")
     return f" ({waits[what]}, {uses[use]}, team {team}, chunk {step})"
 
@@ -115,14 +115,15 @@ def _says(scene: Scene, rank: int) -> str:
 
 
 def _cure(scene: Scene, by: int, about: int) -> str:
-    """What to do where the calls differ in nothing that their texts show, or in where their outputs lie alone."""
+    """What to do where the calls differ in nothing that their texts show, or in where their tensors lie alone."""
     if _signature(scene, by) == _signature(scene, about):
         return " They agree on the call but not on the bytes that go between them: compare in_sizes and out_sizes."
     texts = {rank: _text(scene, rank) or "" for rank in (by, about)}
-    granted = [rank for rank, text in texts.items() if text.endswith(GRANTED)]
-    if len(granted) != 1 or len({text.removesuffix(GRANTED) for text in texts.values()}) != 1:
-        return ""
-    return (
-        f" They differ in where the output lies alone: rank {granted[0]}'s is of comm.empty(). Pass tensors of comm.empty() on all ranks, or on none;"
-        " and where calls make results there themselves (`granted_results`), let all ranks hold on to the same ones."
-    )
+    for what, ending in (("output", GRANTED), ("input", LENT)):
+        there = [rank for rank, text in texts.items() if text.endswith(ending)]
+        if len(there) == 1 and len({text.removesuffix(ending) for text in texts.values()}) == 1:
+            return (
+                f" They differ in where the {what} lies alone: rank {there[0]}'s is of comm.empty(). Pass tensors of comm.empty() on all ranks,"
+                " or on none; and where calls make results there themselves (`granted_results`), let all ranks hold on to the same ones."
+            )
+    return ""

@@ -35,7 +35,9 @@ from purlin_core.settings import VERSION
 from purlin_core.spec import Op, Spec, check_sizes
 from purlin_core.tune import IN_PLACE_PARTS_TEAM_BYTES, Regime, Schedule, Scratch, Tuning, choose, with_parts
 
-GRANTED = ", into granted outputs"  # ends the text of a call whose outputs peers write
+# end the text of a call
+GRANTED = ", into granted outputs"  # peers write them
+LENT = ", of inputs that are lent"  # peers read them
 MAX_GRANTS, MAX_TENSORS = 4, 16  # csrc/purlin/moves.hpp
 # numbered as Op and Dtype of csrc/purlin/spec.hpp
 OPS: tuple[Op, ...] = ("sum", "avg", "max", "min")
@@ -90,6 +92,7 @@ class Asked:
     tag: str
     device: torch.device
     granted: bool  # the outputs lie in the heap
+    lent: bool = False  # the inputs do
     budget: int = 0  # blocks of a GPU that the call may take; 0: as many as tuning likes
 
 
@@ -138,7 +141,7 @@ def prepare(site: Site, asked: Asked, tensors: Sequence[Tensor], out: Sequence[T
         moves.kind,
         site.scratch,
         largest=largest,
-        granted=asked.granted and _can_be_granted(operands),
+        granted=_reached(asked, operands),
         name=name,
         ranks=site.ranks,
         blocks=site.blocks,
@@ -148,7 +151,7 @@ def prepare(site: Site, asked: Asked, tensors: Sequence[Tensor], out: Sequence[T
     remote = _remote(site, operands, moves) if schedule.regime is Regime.DIRECT else ()
     text = _text(site, operands, asked)
     if schedule.regime is Regime.DIRECT:
-        text += GRANTED
+        text += LENT if moves.kind is Kind.REDUCE else GRANTED
     arguments = _arguments(site, moves, schedule, text, asked.op, tensors[0].dtype, (inputs, outputs), remote)
     return _prepared(site, arguments, moves, schedule, tuple(operands), (inputs, outputs), text)
 
@@ -296,7 +299,8 @@ def _arguments(
     send, receive = [moves.send[r] for r in peers], [moves.receive[r] for r in peers]
     away = [remote[r] for r in peers] if remote else [Route()] * len(peers)
     inputs, outputs = memories
-    grants = len(outputs) if schedule.regime is Regime.DIRECT else 0
+    lent = inputs if moves.kind is Kind.REDUCE else outputs
+    grants = len(lent) if schedule.regime is Regime.DIRECT else 0
     signature = _signature(f"{text}|{schedule.regime.name}|{schedule.teams}|{schedule.lag}|{VERSION}")
     return {
         "kind": int(moves.kind),
@@ -323,19 +327,29 @@ def _arguments(
     }
 
 
-def _can_be_granted(operands: Sequence[Operand]) -> bool:
-    """An all-reduce reads its peers' outputs too: one tensor whose dims keep their order, so that the wire lies in it from end to end."""
+def _reached(asked: Asked, operands: Sequence[Operand]) -> bool:
+    """Whether peers can reach what a direct call needs them to: outputs that they write; of an all-reduce an output that they read too; of a
+    reduce-scatter an input that they read. What they read is one tensor, of which each has one stretch."""
     spec = operands[0].spec
-    if spec.kind_name != "all_reduce":
-        return len(operands) <= MAX_GRANTS
-    return len(operands) == 1 and tuple(spec.order) == tuple(range(len(spec.order)))
+    if not spec.partial:
+        return asked.granted and len(operands) <= MAX_GRANTS
+    in_order = len(operands) == 1 and tuple(spec.order) == tuple(range(len(spec.order)))
+    if spec.kind_name == "all_reduce":
+        return asked.granted and in_order
+    return asked.lent and in_order and _is_cut_in_stretches(operands[0])
+
+
+def _is_cut_in_stretches(operand: Operand) -> bool:
+    """Whether a rank's part of a reduce-scatter is one stretch of its input: there is one index of all dims outside the one that is scattered."""
+    right = operand.spec.right
+    at = right.sharded_dim
+    return at is not None and len(right.dims[at].segments) == 1 and all(extent == 1 for extent in operand.shape[:at])
 
 
 def _remote(site: Site, operands: Sequence[Operand], moves: Moves) -> list[Route]:
-    """Where what I send lies in each rank's outputs, which are contiguous when they can be granted."""
-    if moves.kind is Kind.ALL_REDUCE:
-        return [moves.own_to if peer != site.rank else Route() for peer in range(site.ranks)]
-    return [_received_by(site, operands, peer) if peer != site.rank else Route() for peer in range(site.ranks)]
+    """Of each rank: where what I send lies in its outputs, or my slice in what it lends. All of that is contiguous."""
+    mine = {Kind.ALL_REDUCE: moves.own_to, Kind.REDUCE: moves.own_from}.get(moves.kind)
+    return [Route() if peer == site.rank else mine or _received_by(site, operands, peer) for peer in range(site.ranks)]
 
 
 def _received_by(site: Site, operands: Sequence[Operand], peer: int) -> Route:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from purlin_core.errors import ShapeError
 from purlin_core.heap import Heap
+from purlin_core.moves import Kind
 from purlin_core.prepare import Asked, Prepared, Site, prepare
 from purlin_core.tune import Regime
 
@@ -21,14 +22,14 @@ def prepare_granted(site: Site, asked: Asked, tensors: Sequence[Tensor], out: No
     """prepare(), for results in the heap where they leave room for as many more, and where that is the faster way."""
     prepared = prepare(site, replace(asked, granted=True), tensors, out)
     taken = sum(math.prod(shape) * x.element_size() for shape, x in zip(prepared.out_shapes, tensors, strict=True))
-    if prepared.schedule.regime is Regime.DIRECT and 2 * taken > site.geometry.heap_bytes:
+    if are_granted(prepared) and 2 * taken > site.geometry.heap_bytes:
         return prepare(site, asked, tensors, out)
     return prepared
 
 
 def are_granted(prepared: Prepared) -> bool:
-    """Whether the call's results have to lie in the heap."""
-    return prepared.schedule.regime is Regime.DIRECT
+    """Whether the call's results have to lie in the heap. Those of a reduce-scatter need not: peers read its inputs."""
+    return prepared.schedule.regime is Regime.DIRECT and prepared.moves.kind is not Kind.REDUCE
 
 
 def in_heap(prepared: Prepared, tensors: Sequence[Tensor], heap: Heap) -> list[Tensor] | None:

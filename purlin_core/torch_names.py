@@ -28,7 +28,7 @@ def into(calls: Calls, call: str, out: Tensor, x: Tensor, sizes: Sequence[int] |
     try:
         facts, (at, to) = facts_of((x, out))
         heap, rows = calls.tie.heap, None if sizes is None else tuple(sizes)
-        key = (call, op, rows, calls.budget, heap.lo <= to < heap.hi, out is x, facts)
+        key = (call, op, rows, calls.budget, heap.lo <= to < heap.hi, heap.lo <= at < heap.hi, out is x, facts)
         prepared = calls.plans.get(key)
         if prepared is None:
             prepared = calls.planned(key, call, partial(_prepare, calls, call, out, x, sizes, op))
@@ -50,7 +50,7 @@ def all_to_all(
         key = (call, shares, calls.budget, facts)
         prepared = calls.plans.get(key)
         if prepared is None:
-            asked = Asked(call, "", (), "sum", "", calls.device, False, calls.budget)
+            asked = Asked(call, "", (), "sum", "", calls.device, granted=False, budget=calls.budget)
             make = partial(prepare_all_to_all, calls.tie.site, asked, x, out, *shares)
             prepared = calls.planned(key, call, make)
         calls.run(prepared, (x,), (out,), [at], [to], key)
@@ -62,9 +62,10 @@ def all_to_all(
 
 
 def _prepare(calls: Calls, call: str, out: Tensor, x: Tensor, sizes: Sequence[int] | None, op: Op) -> Prepared:
-    site, granted = calls.tie.site, calls.tie.heap.holds_all([out])
+    site, heap = calls.tie.site, calls.tie.heap
+    granted, lent = heap.holds_all([out]), heap.holds_all([x])
     spec, shaped, target = as_spec(call, x, out, calls.ranks)
-    asked = Asked(call, spec, freeze_sizes(rows_of("d0", sizes)), op, "", calls.device, granted, calls.budget)
+    asked = Asked(call, spec, freeze_sizes(rows_of("d0", sizes)), op, "", calls.device, granted, lent, calls.budget)
     prepared = prepare(site, asked, [shaped], [target])
     if out is x:
         to = address_of(out)

@@ -19,14 +19,14 @@ from purlin_core.errors import SetupError
 from purlin_core.moves import WIRE_ALIGN, Kind
 
 KIB, MIB = 1 << 10, 1 << 20
-RULES = 2  # of choose(); ranks whose rules differ refuse each other
+RULES = 3  # of choose(); ranks whose rules differ refuse each other
 
 # Up to here a message goes as packets on the CPU: a line at a time costs more than memcpy, and saves the notify.
 CPU_PACKET_BYTES = 512
 # On a GPU a packet moves its payload twice, and saves the fence and the notify.
 CUDA_PACKET_BYTES = MIB
 GRANTED_PACKET_BYTES = 512 * KIB  # beyond, a copy that may be direct is faster so
-GRANTED_SUM_PACKET_BYTES = 256 * KIB  # the same of an all-reduce
+GRANTED_SUM_PACKET_BYTES = 256 * KIB  # the same of a reduction
 # What a team is given before there is another one.
 PACKET_TEAM_BYTES, CHUNK_TEAM_BYTES = 4 * KIB, 16 * KIB
 # From here on a team on a GPU has a block for each of its roles: in one, what it copies at home holds up what it sends.
@@ -45,7 +45,7 @@ class Regime(IntEnum):
 
     STAGED = 0  # a ring of slots in the reader's inbox
     PACKET = 1  # lines of payload and tag: one message, no notify
-    DIRECT = 2  # the reader's own output, granted for this call
+    DIRECT = 2  # the reader's own output, granted for this call; or peers read what a rank has lent
 
 
 # ---- how large an inbox is -------------------------------------------------------------------------------------------
@@ -218,20 +218,16 @@ def choose(
 ) -> Schedule:
     """The schedule of a call `name` (Spec.kind_name) of `kind` whose largest message of one rank to another has `largest` bytes.
 
-    `kind` and `largest` are those of an all-reduce in one exchange, where it is one. `granted`: its outputs lie in the arena's heap.
+    `kind` and `largest` are those of an all-reduce in one exchange, where it is one. `granted`: what peers write or read of a direct call
+    lies in the arena's heap: its outputs, or the inputs of a reduce-scatter.
     `blocks`: how many of the GPU's the call may take, beyond one a team.
     """
     if not tuning.gpu:
-        return _of_host(kind, scratch, largest, granted and _may_be_direct(kind, name))
+        return _of_host(kind, scratch, largest, granted, name)
     schedule = _of_gpu(tuning, kind, scratch, largest, granted, name, ranks)
-    if name == "all_reduce" and schedule.regime is Regime.DIRECT:  # all lanes of a block add
+    if kind is not Kind.COPY and schedule.regime is Regime.DIRECT:  # all lanes of a block add
         return schedule
     return with_parts(schedule, largest=largest, blocks=blocks, roles=3 if name == "all_reduce" else 2)
-
-
-def _may_be_direct(kind: Kind, name: str) -> bool:
-    """Copies, which peers write, and all-reduces, of which they read and write a slice each."""
-    return kind is Kind.COPY or name == "all_reduce"
 
 
 def with_parts(schedule: Schedule, *, largest: int, blocks: int, roles: int) -> Schedule:
@@ -244,25 +240,25 @@ def _of_gpu(
     tuning: Tuning, kind: Kind, scratch: Scratch, largest: int, granted: bool, name: str, ranks: int
 ) -> Schedule:
     for row in tuning.rows:
-        if row.speaks_of(name, ranks, granted, largest) and _can(row, kind, scratch, largest, granted, name):
+        if row.speaks_of(name, ranks, granted, largest) and _can(row, scratch, largest, granted):
             lag = min(row.lag, scratch.slots - 1) if row.regime is Regime.STAGED else 0
             return Schedule(row.regime, min(row.teams, scratch.teams), lag, f"row {row} of {tuning.source}")
     return _by_rule(kind, scratch, largest, granted, name, ranks)
 
 
-def _of_host(kind: Kind, scratch: Scratch, largest: int, granted: bool) -> Schedule:
+def _of_host(kind: Kind, scratch: Scratch, largest: int, granted: bool, name: str) -> Schedule:
     packets = scratch.most_packet_bytes
     if kind is not Kind.ALL_REDUCE and largest <= packets:
         return Schedule(Regime.PACKET, scratch.teams, 0, f"no message is larger than {packets} bytes")
     if granted:
-        return Schedule(Regime.DIRECT, scratch.teams, 0, "the outputs lie in memory that can be granted")
+        return Schedule(Regime.DIRECT, scratch.teams, 0, _why_direct(name))
     return Schedule(Regime.STAGED, scratch.teams, scratch.slots // 2, "ordinary outputs, messages larger than packets")
 
 
-def _can(row: Row, kind: Kind, scratch: Scratch, largest: int, granted: bool, name: str) -> bool:
+def _can(row: Row, scratch: Scratch, largest: int, granted: bool) -> bool:
     """Whether a call can be run as the row has it."""
     if row.regime is Regime.DIRECT:
-        return granted and _may_be_direct(kind, name)
+        return granted
     if row.regime is Regime.PACKET:
         return largest <= min(scratch.packet_bytes, min(row.teams, scratch.teams) * scratch.window_bytes)
     return True
@@ -272,9 +268,8 @@ def _by_rule(kind: Kind, scratch: Scratch, largest: int, granted: bool, name: st
     if name == "local":
         return Schedule(Regime.PACKET, scratch.teams, 0, "rule: nothing is sent")
     packets = scratch.most_packet_bytes
-    granted = granted and _may_be_direct(kind, name)
     if granted:
-        packets = min(packets, GRANTED_SUM_PACKET_BYTES if name == "all_reduce" else GRANTED_PACKET_BYTES)
+        packets = min(packets, GRANTED_PACKET_BYTES if kind is Kind.COPY else GRANTED_SUM_PACKET_BYTES)
     if name == "all_reduce":  # in one exchange every rank sends all it has to every other
         packets //= max(ranks - 1, 1)
     if kind is not Kind.ALL_REDUCE and largest <= packets:
@@ -283,9 +278,14 @@ def _by_rule(kind: Kind, scratch: Scratch, largest: int, granted: bool, name: st
         return Schedule(Regime.PACKET, _teams(largest, share, scratch), 0, why)
     teams = _teams(largest, CHUNK_TEAM_BYTES, scratch)
     if granted:
-        return Schedule(Regime.DIRECT, teams, 0, "rule: the outputs lie in memory that can be granted")
+        return Schedule(Regime.DIRECT, teams, 0, f"rule: {_why_direct(name)}")
     why = "rule: ordinary outputs, messages larger than packets"
     return Schedule(Regime.STAGED, teams, scratch.slots // 2, why)
+
+
+def _why_direct(name: str) -> str:
+    lent = name == "reduce_scatter"
+    return "the inputs lie in memory that can be lent" if lent else "the outputs lie in memory that can be granted"
 
 
 def _teams(largest: int, share: int, scratch: Scratch) -> int:
@@ -332,7 +332,7 @@ def _row(fields: Mapping[str, Any], where: str) -> Row:
         if not right:
             raise SetupError(f"{where}: `{field}` needs to be {needed}; got {fields[field]!r}.")
     if fields["regime"] == "direct" and fields["granted"] is not True:
-        raise SetupError(f"{where}: only granted outputs can be written directly; `granted` needs to be true.")
+        raise SetupError(f"{where}: only what is granted can be written or read directly; `granted` needs to be true.")
     name, ranks, granted, up_to_bytes = (None if fields[key] == "*" else fields[key] for key in wanted[:4])
     return Row(name, ranks, granted, up_to_bytes, REGIMES[fields["regime"]], fields["teams"], fields["lag"])
 

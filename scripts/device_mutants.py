@@ -68,6 +68,7 @@ RINGS = soak("--regime", "staged", "--kind", "copy")
 SUMS = soak("--regime", "staged", "--kind", "all-reduce")
 GRANTS = soak("--regime", "direct", "--kind", "copy")
 LENT = soak("--regime", "direct", "--kind", "all-reduce")
+READ = soak("--regime", "direct", "--kind", "reduce")
 COPIES = soak("--kind", "copy", calls=8000)
 
 # fmt: off
@@ -112,6 +113,7 @@ MUTANTS = (
                  ("direct_sums",)),
     Mutant("direct sums: told before it is summed", DIRECT_SUMS, LENT, (swap(LENT_ADD, LENT_NOTIFY),), ("direct_sums",)),
     Mutant("direct sums: no wait for the sums of others", DIRECT_SUMS, LENT, (drop(LENT_READY),), ("direct_sums",)),
+    Mutant("direct sums: no wait for those who read", DIRECT_SUMS, READ, (drop(LENT_READY),), ("direct_sums",)),
     Mutant("lend: no release", PTX, LENT, (("st.release.sys.global.b128", "st.relaxed.sys.global.b128"),), ("direct_sums",), may_survive=True),
     Mutant("lend: while lanes still copy", TOGETHER, LENT,
                  (("__syncthreads(); store_grants(n, line, lane(), ptx::store_line_r", "store_grants(n, line, lane(), ptx::store_line_r"),),

@@ -103,8 +103,8 @@ DIRECT_COPY = "    for (int p = 0; ok && p < c.peers(); ++p) push(p);\n"
 DIRECT_NOTIFY = "    if (ok) a.notify(c.peers(), [&](int p) { return at().live(c.pair[p].send) ? at().ready_out(p) : Mark{}; });\n"
 LENT_ADD = "    add(range);\n"
 LENT_NOTIFY = "    a.notify(c.peers(), [&](int p) { return at().ready_out(p); });\n"
-LENT_COPY = "for (int p = 0; p < c.peers(); ++p) contribute(p);\n"
-LENT_LEND = "a.lend(c.peers(), [&](int p) { return at().live(c.pair[p].receive) ? at().offer(p, 0) : GrantMark{}; });\n"
+LENT_COPY = "for (int p = 0; c.kind == Kind::all_reduce && p < c.peers(); ++p) contribute(p);\n"
+LENT_LEND = "a.lend(c.peers(), [&](int p) { return at().live(slice(p)) ? at().offer(p, 0, tensor) : GrantMark{}; });\n"
 LENT_READY = "a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});"
 
 PROTOCOL = (
@@ -151,25 +151,27 @@ PROTOCOL = (
     mutant("packet: taken not kept", PACKETS, MODEL, ("all().taken(p) + !all().cut(due(p)).empty()}", "all().taken(p)}")),
     mutant("direct: no wait for the grant", DIRECT, MODEL, ("a.expect(c.grants * c.peers(), grant", "a.expect(0, grant")),
     mutant("direct: only the first grant is waited for", DIRECT, MODEL, ("a.expect(c.grants * c.peers(), grant", "a.expect(c.peers(), grant")),
-    mutant("direct: no grant", DIRECT, MODEL, ("? at().offer(p, k) : GrantMark{}", "? GrantMark{} : GrantMark{}")),
+    mutant("direct: no grant", DIRECT, MODEL, ("? at().offer(p, k, c.output[k]) : GrantMark{}", "? GrantMark{} : GrantMark{}")),
     mutant("direct: notify before the copy", DIRECT, MODEL, swap(DIRECT_COPY, DIRECT_NOTIFY)),
     mutant("direct: no notify", DIRECT, MODEL, drop(DIRECT_NOTIFY)),
     mutant("direct: no wait for the message", DIRECT, MODEL, drop("a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});")),
     mutant("direct: sent not kept", DIRECT, MODEL, ("at().sent(p) + at().live(c.pair[p].send)}", "at().sent(p)}")),
-    mutant("direct: taken not kept", DIRECT, MODEL, ("taken(p) + live(c.pair[p].receive)}", "taken(p)}")),
+    mutant("direct: taken not kept", DIRECT, MODEL, ("taken(p) + live(route)}", "taken(p)}")),
     mutant("direct sums: no wait for what is lent", DIRECT_SUMS, MODEL, ("range.empty() || !lent()) return;", "range.empty()) return;")),
     mutant("direct sums: adds after a failed wait", DIRECT_SUMS, MODEL, ("range.empty() || !lent()) return;", "range.empty()) return; lent();")),
-    mutant("direct sums: nothing is lent", DIRECT_SUMS, MODEL, ("? at().offer(p, 0) : GrantMark{}", "? GrantMark{} : GrantMark{}")),
-    mutant("direct sums: lent before the contributions lie there", DIRECT_SUMS, MODEL, swap(LENT_COPY, LENT_LEND)),
+    mutant("direct sums: nothing is lent", DIRECT_SUMS, MODEL, ("? at().offer(p, 0, tensor) : GrantMark{}", "? GrantMark{} : GrantMark{}")),
+    mutant("direct sums: the other tensor is lent", DIRECT_SUMS, MODEL, ("c.kind == Kind::reduce ? c.input[0] : c.output[0]", "c.output[0]")),
+    mutant("direct sums: lent before the contributions lie there", DIRECT_SUMS, MODEL, (LENT_COPY, ""), (LENT_LEND, LENT_LEND + LENT_COPY)),
     mutant("direct sums: lent with the other direction's number", DIRECT_SUMS, MODEL,
            ("at().granted(p, 0)", "Mark{&at().grant_in(p)->tag, at().ready_in(p).value}")),
     mutant("direct sums: told before it is summed", DIRECT_SUMS, MODEL, swap(LENT_ADD, LENT_NOTIFY)),
     mutant("direct sums: not told", DIRECT_SUMS, MODEL, drop(LENT_NOTIFY)),
-    mutant("direct sums: a place is left out", DIRECT_SUMS, MODEL, ("a.reduce(c.ranks, to,", "a.reduce(c.ranks - 1, to,")),
+    mutant("direct sums: a place is left out", DIRECT_SUMS, MODEL, ("? 1 : c.ranks;", "? 1 : c.ranks - 1;")),
+    mutant("direct sums: sums of a reduction go to all", DIRECT_SUMS, MODEL, ("c.kind == Kind::reduce ? 1 : c.ranks", "c.ranks")),
     mutant("direct sums: no wait for the sums of others", DIRECT_SUMS, MODEL, drop(LENT_READY)),
     mutant("direct sums: everyone adds first", DIRECT_SUMS, MODEL, ("if (i == 0 || range", "if (i != 0 || range")),
     mutant("direct sums: sent not kept", DIRECT_SUMS, MODEL, ("at().sent(p) + at().live(c.own_from)}", "at().sent(p)}")),
-    mutant("direct sums: taken not kept", DIRECT_SUMS, MODEL, ("return at().taken_after(p);", "return Mark{};")),
+    mutant("direct sums: taken not kept", DIRECT_SUMS, MODEL, ("return at().taken_after(p, slice(p));", "return Mark{};")),
     mutant("post: never told", ENTRY, MODEL, ("if (a.team() != 0) return;", "if (a.team() >= 0) return;")),
     mutant("post: a call too early", ENTRY, MODEL, ("tag(c.progress->calls, c.sig", "tag(c.progress->calls + 1, c.sig")),
 )

@@ -63,12 +63,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def rows_of(name: str, world: World, sizes: Sequence[int], rounds: int) -> list[Row]:
-    """The rows of one collective, for outputs that can be granted and for others."""
+    """The rows of one collective, for tensors that can be granted or lent and for others."""
     best: dict[Any, list[tuple[int, Force]]] = {}
     for size in sizes:
         medians = medians_of(name, world, size, rounds)
-        for granted in ("*",) if name == "reduce_scatter" else (False, True):
-            able = {force: us for force, us in medians.items() if granted is True or not force.granted}
+        for granted in (False, True):
+            able = {force: us for force, us in medians.items() if granted or not force.granted}
             if able:
                 best.setdefault(granted, []).append((largest_of(name, world.ranks, size), winner(able)))
     return [row for granted, chosen in best.items() for row in merged(name, world.ranks, granted, chosen)]
@@ -77,7 +77,7 @@ def rows_of(name: str, world: World, sizes: Sequence[int], rounds: int) -> list[
 def medians_of(name: str, world: World, size: int, rounds: int) -> dict[Force, float]:
     """Of every schedule that ran and was right."""
     case = case_of(name, world.ranks, size)
-    forces = candidates(largest_of(name, world.ranks, size), world.ranks, direct=case.may_be_direct)
+    forces = candidates(largest_of(name, world.ranks, size), world.ranks)
     found = rotations(case, world, torch.cuda.get_device_properties(world.lanes[0].device).L2_cache_size)
     rotation = found[0] if size >= LARGE_BYTES else found[-1]
     times = measure(case, world, [entry_of(force) for force in forces], rotation, rounds=rounds)
@@ -108,12 +108,12 @@ def entry_of(force: Force) -> Entry:
     return Entry("purlin", partial(rivals.purlin, granted=force.granted, force=force), force.granted, forced=True)
 
 
-def candidates(largest: int, ranks: int, *, direct: bool) -> list[Force]:
+def candidates(largest: int, ranks: int) -> list[Force]:
     """Regimes and team counts worth a try for a message of `largest` bytes."""
     scratch = cuda_scratch(ranks)
     counts = [1 << k for k in range(most_teams(ranks).bit_length())]
     found = []
-    for regime in (Regime.PACKET, Regime.STAGED, *([Regime.DIRECT] if direct else [])):
+    for regime in (Regime.PACKET, Regime.STAGED, Regime.DIRECT):
         for teams in counts:
             fits = regime is not Regime.PACKET or largest <= min(CUDA_PACKET_BYTES, teams * scratch.window_bytes)
             enough = teams == 1 or largest // teams >= TEAM_BYTES[regime]

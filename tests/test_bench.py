@@ -79,7 +79,7 @@ def test_what_must_come_of_a_case_is_what_its_spec_means(ranks: int) -> None:
 
 def test_ours_is_right_on_every_case_and_a_wrong_byte_is_seen(world: World) -> None:
     for case in cases(world.ranks):
-        for granted in (False,) if case.reduces else (False, True):
+        for granted in (False, True):
             rival = rivals.purlin(case, world, 3, granted=granted)
             measure.check(world, rival)
             outs = rival.sets[1][0][-1][1]
@@ -240,12 +240,8 @@ def test_a_forced_call_goes_as_it_must(regime: Regime) -> None:
 @pytest.mark.parametrize("ranks", [2, 6, 8, 16])
 def test_only_what_can_run_is_tried(ranks: int) -> None:
     for largest in (1, 512, 1 << 14, 1 << 18, 1 << 19, 1 << 26):
-        tried = tune.candidates(largest, ranks, direct=True)
+        tried = tune.candidates(largest, ranks)
         assert len(set(tried)) == len(tried) > 0
-        assert {force.regime for force in tune.candidates(largest, ranks, direct=False)} <= {
-            Regime.PACKET,
-            Regime.STAGED,
-        }
         for force in tried:
             tuning = force.tuning("NVIDIA Test", cuda_scratch(ranks).slots)
             schedule = choose(
@@ -424,8 +420,7 @@ def test_uneven_shares_stand_on_record_beside_even_ones(world: World, name: str,
     job = gpu.Job((case,), (), 2, path, "abc")
     assert not gpu._turn(job, world, RUN, case, measure.Rotation(4, 2, hot=True), "eager", first=True)
     lines = [line for line in record.read(path) if line.provider in rivals.OURS]
-    grants = [False] if case.reduces else [False, True]
-    wanted = [(provider, granted) for provider in ("purlin", "purlin_even") for granted in grants]
+    wanted = [(provider, granted) for provider in ("purlin", "purlin_even") for granted in (False, True)]
     assert [(line.provider, line.registered) for line in lines] == wanted
     assert {(line.collective, line.bytes, line.rounds) for line in lines} == {(name, 2400, 2)}
     assert f"### {name}, bfloat16" in benchmarks.text_of(lines)

@@ -15,11 +15,11 @@ struct Sum {
   Dtype dtype;
 };
 
-struct Pair {                                  // what this rank and one peer are to each other in a call
-  Route send;                                  // my boxes that go to the peer
-  Route remote;                                // direct: where they lie in the peer's granted outputs
-  Route receive;                               // where the peer's bytes go in mine; for reductions only its size counts
-  i64 reach;                                   // direct: bytes of each granted output that the peer must have
+struct Pair {     // what this rank and one peer are to each other in a call
+  Route send;     // my boxes that go to the peer
+  Route remote;   // direct: where they lie in the peer's granted outputs; sums: my slice of what the peer lends
+  Route receive;  // where the peer's bytes go in mine; for reductions only its size counts
+  i64 reach;      // direct: bytes that the peer must have of each tensor it grants or lends
   unsigned send_signature, receive_signature;  // 24 bits over what the other side relies on
 };
 
@@ -30,7 +30,7 @@ struct Call {
   Sum sum;
   int rank, ranks, teams, lag, steps;
   int parts;           // blocks of a GPU that a team may have: 1, or one for each of its roles
-  int grants;          // direct: outputs granted
+  int grants;          // direct: tensors granted or lent
   bool flat;           // all routes are
   unsigned signature;  // 24 bits: the call as all ranks know it
   Geometry geometry;

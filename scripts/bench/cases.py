@@ -85,9 +85,9 @@ class Case:
         return any(Spec.parse(step.spec).partial for step in self.steps)
 
     @property
-    def may_be_direct(self) -> bool:
-        """Where its outputs are granted."""
-        return self.collective == "all_reduce" or not self.reduces
+    def lends_inputs(self) -> bool:
+        """Whether peers of a direct call read its inputs; of all others they write the outputs."""
+        return self.reduces and self.collective != "all_reduce"
 
     @property
     def busbw_bytes(self) -> float:

@@ -93,12 +93,11 @@ def _turns(case: Case, world: World, l2_bytes: int) -> Iterator[tuple[Rotation, 
 
 def entries_of(case: Case, world: World, forces: Sequence[Force]) -> list[Entry]:
     """Ours, every rival whether it can run here or not, and the yardsticks."""
-    grants = (False, True) if case.may_be_direct else (False,)
+    grants = (False, True)
     ours = [Entry("purlin", partial(rivals.purlin, granted=granted), granted) for granted in grants]
     for force in forces:
-        if case.may_be_direct or not force.granted:
-            make = partial(rivals.purlin, granted=force.granted, force=force)
-            ours.append(Entry("purlin", make, force.granted, forced=True))
+        make = partial(rivals.purlin, granted=force.granted, force=force)
+        ours.append(Entry("purlin", make, force.granted, forced=True))
     if case.uneven:
         ours += [Entry("purlin_even", partial(rivals.purlin_even, granted=granted), granted) for granted in grants]
     theirs = [Entry("nccl", rivals.nccl), Entry("nccl_symmetric", rivals.nccl_symmetric, True)]

@@ -29,7 +29,7 @@ from purlin_core import Communicator
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB)
-GLOO, OURS, GRANTED = "gloo", "purlin", "purlin, granted"  # the last: into comm.empty()
+GLOO, OURS, GRANTED = "gloo", "purlin", "purlin, granted"  # the last: with comm.empty()
 ROUND_S = 0.01  # a rival's turn in a round lasts about so long, and at least one call
 TIMEOUT_S = 120.0
 
@@ -79,9 +79,7 @@ def all_gather(comm: Communicator, size: int) -> list[Rival]:
 def reduce_scatter(comm: Communicator, size: int) -> list[Rival]:
     wanted = _total(comm.ranks, size).chunk(comm.ranks)[comm.rank]
     gloo = _of_torch("reduce_scatter_single", "reduce_scatter_tensor")
-    return _rivals(comm, _input(comm.rank, size), wanted, gloo, comm.reduce_scatter_tensor)[
-        :2
-    ]  # parts of sums are never granted
+    return _rivals(comm, _input(comm.rank, size), wanted, gloo, comm.reduce_scatter_tensor, lends=True)
 
 
 def all_to_all(comm: Communicator, size: int) -> list[Rival]:
@@ -105,11 +103,18 @@ def _rivals(
     wanted: Tensor,
     gloo: Callable[[Tensor, Tensor], object],
     ours: Callable[[Tensor, Tensor], object],
+    *,
+    lends: bool = False,
 ) -> list[Rival]:
-    """Each into an output of its own."""
-    outs = {GLOO: torch.zeros_like(wanted), OURS: torch.zeros_like(wanted), GRANTED: comm.empty(wanted.shape)}
+    """Each into an output of its own. `lends`: peers read inputs, rather than write outputs."""
+    outs = {GLOO: torch.zeros_like(wanted), OURS: torch.zeros_like(wanted), GRANTED: torch.zeros_like(wanted)}
+    xs = dict.fromkeys(outs, x)
+    if lends:
+        xs[GRANTED] = comm.empty(x.shape).copy_(x)
+    else:
+        outs[GRANTED] = comm.empty(wanted.shape)
     calls = {GLOO: gloo, OURS: ours, GRANTED: ours}
-    return [Rival(n, partial(calls[n], out, x), partial(torch.allclose, out, wanted)) for n, out in outs.items()]
+    return [Rival(n, partial(calls[n], out, xs[n]), partial(torch.allclose, out, wanted)) for n, out in outs.items()]
 
 
 def _of_torch(*names: str) -> Callable[[Tensor, Tensor], object]:

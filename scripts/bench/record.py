@@ -47,7 +47,7 @@ class Line:
     regime: str | None
     ctas: int | None
     forced: bool  # regime and ctas were asked for
-    registered: bool  # granted outputs, or registered windows
+    registered: bool  # granted outputs, inputs that are lent, or registered windows
     hot: bool  # all buffers in rotation fit into the L2 cache
     mode: str  # graph | eager
     us: float | None

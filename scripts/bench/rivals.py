@@ -35,7 +35,7 @@ class Rival:
     case: Case
     sets: list[dict[int, Parts]]
     call: Callable[[int, int], object]
-    registered: bool = False  # purlin: granted outputs; NCCL: windows
+    registered: bool = False  # purlin: granted outputs or inputs that are lent; NCCL: windows
     regime: str = ""
     ctas: int | None = None
     checked: bool = True  # its outputs are those of the case
@@ -84,11 +84,11 @@ NAMED: Mapping[str, Callable[[Communicator, Tensor, Tensor], object]] = {
 
 
 def purlin(case: Case, world: World, depth: int, *, granted: bool, force: Force | None = None) -> Rival:
-    """`granted`: into comm.empty(). The schedule on record is that of the first step."""
+    """`granted`: what a direct call needs there lies in comm.empty(). The schedule on record is that of the first step."""
     comms = world.communicators(force)
     plain = ordinary(world)
-    outputs: dict[int, Allocate] = {rank: comm.empty for rank, comm in comms.items()} if granted else plain
-    sets = sets_of(case, world, depth, plain, outputs)
+    heaps: dict[int, Allocate] = {rank: comm.empty for rank, comm in comms.items()} if granted else plain
+    sets = sets_of(case, world, depth, *((heaps, plain) if case.lends_inputs else (plain, heaps)))
     steps = [(step.spec, step.sizes) for step in case.steps]
     named = NAMED.get(case.collective)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from purlin_core import Communicator, MismatchError
 from purlin_core.spec import Op, Spec
-from tests.core.worlds import errors_of, random_tensor, same_bits, scratch_for, spread, world_of
+from tests.core.worlds import errors_of, lent, numbers, same_bits, scratch_for, spread, world_of
 
 ROOM = 1 << 20
 SIZES = (0, 1, 7, 30, 1001)
@@ -19,22 +19,9 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
-def numbers(size: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Of many magnitudes, so that another order would give other bits."""
-    if not dtype.is_floating_point:
-        return random_tensor((size,), dtype, seed)
-    generator = torch.Generator().manual_seed(seed)
-    wide = torch.randn(size, generator=generator, dtype=torch.float64)
-    return (wide * torch.exp2(torch.randint(-6, 6, (size,), generator=generator))).to(dtype)
-
-
 def by_rings(inputs: list[Tensor], op: Op) -> Tensor:
     with world_of(len(inputs), "staged") as world:
         return world.run(lambda comm: comm.redistribute(inputs[comm.rank], "+n -> n", op=op))[0]
-
-
-def lent(comm: Communicator, x: Tensor) -> Tensor:
-    return comm.empty(x.shape, x.dtype).copy_(x)
 
 
 @pytest.mark.parametrize("dtype", FLOATS + INTS)

@@ -42,7 +42,6 @@ CALLS = {
     "reduce_scatter": Kind.REDUCE,
     "all_reduce": Kind.REDUCE,
 }
-DIRECT = ("all_gather", "all_to_all", "halo", "all_reduce")  # into granted outputs
 
 
 def chosen(
@@ -90,7 +89,7 @@ def test_larger_messages_never_get_fewer_teams_nor_go_back_to_packets(name: str,
         assert teams[-1] <= cuda_scratch(ranks).teams
     assert schedules[-1].teams == cuda_scratch(ranks).teams
     assert schedules[0].teams == 1
-    assert schedules[-1].regime is (Regime.DIRECT if granted and name in DIRECT else Regime.STAGED)
+    assert schedules[-1].regime is (Regime.DIRECT if granted else Regime.STAGED)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -128,15 +127,16 @@ def test_an_all_reduce_goes_in_one_exchange_while_all_its_packets_are_few(grante
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("granted", [False, True])
 def test_each_role_of_a_team_has_a_block_where_messages_are_large_and_all_find_room(name: str, granted: bool) -> None:
+    adds = CALLS[name] is Kind.REDUCE
     for blocks in (0, 1, 32, 63, 64, 132):
         for size in SIZES:
             schedule = chosen(RULES, 2, size, name=name, granted=granted, blocks=blocks)
             assert replace(schedule, parts=1) == chosen(RULES, 2, size, name=name, granted=granted)
             large = schedule.regime is not Regime.PACKET and size >= schedule.teams * PARTS_TEAM_BYTES
-            roles = (1 if granted else 3) if name == "all_reduce" else 2
+            roles = 1 if granted and adds else 3 if name == "all_reduce" else 2
             assert schedule.parts == (roles if large and roles * schedule.teams <= blocks else 1)
             assert schedule.ctas <= max(blocks, schedule.teams)
-    lends = granted and name == "all_reduce"  # all lanes of a block add
+    lends = granted and adds  # all lanes of a block add
     assert (chosen(RULES, 2, SIZES[-1], name=name, granted=granted, blocks=132).parts > 1) != lends
 
 
@@ -164,8 +164,7 @@ def test_the_cpu_ignores_names_and_tables(granted: bool) -> None:
         for size in (0, 512, 513, 1 << 20):
             schedule = choose(Tuning.host(), kind, scratch, largest=size, granted=granted, name=name, ranks=2)
             packet = size <= 512 and kind is not Kind.ALL_REDUCE
-            direct = granted and name in DIRECT
-            assert schedule.regime is (Regime.PACKET if packet else Regime.DIRECT if direct else Regime.STAGED)
+            assert schedule.regime is (Regime.PACKET if packet else Regime.DIRECT if granted else Regime.STAGED)
             assert schedule.teams == 3
             assert schedule.lag == (4 if schedule.regime is Regime.STAGED else 0)
 
@@ -228,8 +227,9 @@ def test_a_row_that_a_call_cannot_follow_is_passed_over(tmp_path: Path) -> None:
     window = cuda_scratch(2).window_bytes
     assert chosen(tuning, 2, window).why.startswith("row")
     assert chosen(tuning, 2, window + 1).why.startswith("rule")
-    assert chosen(tuning, 2, 1, name="all_to_all", granted=True).regime is Regime.DIRECT
-    assert chosen(tuning, 2, 1, name="reduce_scatter", granted=True).why.startswith("rule")
+    for name in ("all_to_all", "reduce_scatter"):
+        assert chosen(tuning, 2, 1, name=name, granted=True).regime is Regime.DIRECT
+        assert chosen(tuning, 2, 1, name=name).why.startswith("rule")
 
 
 def test_ranks_choose_alike_if_their_digests_are_equal(tmp_path: Path) -> None:

@@ -91,6 +91,20 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor
     return torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
 
 
+def numbers(size: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Of many magnitudes, so that another order would give other bits."""
+    if not dtype.is_floating_point:
+        return random_tensor((size,), dtype, seed)
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(size, generator=generator, dtype=torch.float64)
+    return (wide * torch.exp2(torch.randint(-6, 6, (size,), generator=generator))).to(dtype)
+
+
+def lent(comm: Communicator, x: Tensor) -> Tensor:
+    """The same values where peers can reach them."""
+    return comm.empty(x.shape, x.dtype).copy_(x)
+
+
 def on_threads(ranks: int, fn: Callable[[int], T]) -> list[T]:
     """fn(rank) on a thread a rank: for ranks that meet through a store."""
     with ThreadPoolExecutor(ranks) as pool:

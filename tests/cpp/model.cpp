@@ -200,6 +200,7 @@ Checked self_check(model::Stacks& stacks) {
   Shape sums = tiny(Kind::all_reduce, Regime::staged, Form::apart, 24),
         shot = tiny(Kind::all_reduce, Regime::packet, Form::in_place, 12),
         lent = tiny(Kind::all_reduce, Regime::direct, Form::in_place, 12),
+        read = tiny(Kind::reduce, Regime::direct, Form::apart, 12),
         packet = tiny(Kind::copy, Regime::packet, Form::apart, 4);
   const Litmus all[] = {
       {"a message, released and acquired", message, Flaw::none, Ending::done},
@@ -214,6 +215,8 @@ Checked self_check(model::Stacks& stacks) {
       {"sums where they are lent", lent, Flaw::none, Ending::done},
       {"sums where they are lent, wait without acquire", lent, Flaw::relaxed_wait, Ending::broken},
       {"sums where they are lent, told before they are there", lent, Flaw::early_notify, Ending::broken},
+      {"sums of inputs that are lent", read, Flaw::none, Ending::done},
+      {"sums of inputs that are lent, wait without acquire", read, Flaw::relaxed_wait, Ending::broken},
       {"one shot in place", shot, Flaw::none, Ending::done},
       {"one shot in place, roles that do not meet", shot, Flaw::deaf_meet, Ending::broken},
   };

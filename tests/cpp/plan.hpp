@@ -37,14 +37,15 @@ class Builder {
     built_->shape = shape;
     built_->part.resize(static_cast<size_t>(limits.ranks));
     bool granted = s_.regime == Regime::direct;
-    int tensors = static_cast<int>(random_.between(1, s_.lends() ? 1 : granted ? max_grants : 3));
-    bool inputs_are_outputs = s_.form == Form::in_place;
+    bool in_place = s_.form == Form::in_place, lends_in = s_.lends_inputs(), lends_out = s_.lends() && !lends_in;
+    int most = lends_out || (lends_in && in_place) ? 1 : granted ? max_grants : 3;
+    int outputs = static_cast<int>(random_.between(1, most));  // the same on all ranks, for they count grants
     Shape in = s_, out = s_;
-    in.plain = in.plain || (s_.lends() && inputs_are_outputs);
-    out.plain = out.plain || s_.lends();
+    in.plain = in.plain || lends_in || (lends_out && in_place);
+    out.plain = out.plain || lends_out;
     for (int r = 0; r < limits.ranks; ++r) {
-      in_.emplace_back(random_, inputs_are_outputs ? tensors : static_cast<int>(random_.between(1, 3)), in);
-      out_.emplace_back(random_, tensors, out);
+      in_.emplace_back(random_, in_place ? outputs : static_cast<int>(random_.between(1, lends_in ? 1 : 3)), in);
+      out_.emplace_back(random_, outputs, out);
     }
   }
   std::unique_ptr<Built> build() {
@@ -95,9 +96,14 @@ class Builder {
       part(source).call.own_to = to;
     } else {
       pair(source, reader).send = from;
-      pair(source, reader).remote = to;
+      if (!s_.lends()) pair(source, reader).remote = to;
       pair(reader, source).receive = to;
     }
+  }
+
+  void borrow(int reader, int owner, Route slice) {
+    if (wires_ == Wires::loose) flatten(slice);
+    pair(reader, owner).remote = slice;
   }
 
   void copy() {
@@ -129,6 +135,8 @@ class Builder {
       for (int s = 0; s < limits_.ranks; ++s) from.push_back(lay(in(s), w));
       Boxes to = s_.form == Form::in_place ? from[static_cast<size_t>(d)] : lay(out(d), w);
       for (int s = 0; s < limits_.ranks; ++s) connect(s, d, route(from[static_cast<size_t>(s)], w), route(to, w));
+      for (int s = 0; s_.lends() && s < limits_.ranks; ++s)
+        if (s != d) borrow(d, s, route(from[static_cast<size_t>(s)], w));
       values_.push_back([this, from, d, to] { sum(from, {d}, {to}); });
     }
   }
@@ -153,10 +161,7 @@ class Builder {
       }
       for (int s = 0; s < limits_.ranks; ++s) {
         Route input = route(from[static_cast<size_t>(s)], mine), output = route(to[static_cast<size_t>(s)], mine);
-        if (s != d && s_.lends()) {
-          pair(d, s).remote = output;
-          if (wires_ == Wires::loose) flatten(pair(d, s).remote);
-        }
+        if (s != d && s_.lends()) borrow(d, s, output);
         if (s == d) {
           part(s).call.own_from = input;
           part(s).call.own_to = output;
@@ -173,7 +178,7 @@ class Builder {
   void place(int r) {
     Part& p = part(r);
     Area outputs = s_.regime == Regime::direct || random_.chance(30) ? Area::heap : Area::own;
-    if (s_.form == Form::apart) p.inputs = place(p, in(r), Area::own);
+    if (s_.form == Form::apart) p.inputs = place(p, in(r), s_.lends_inputs() ? Area::heap : Area::own);
     p.outputs = place(p, out(r), outputs);
     if (s_.form == Form::in_place) p.inputs = p.outputs;
   }
@@ -202,7 +207,7 @@ class Builder {
     c.ranks = limits_.ranks;
     c.teams = s_.teams;
     c.lag = s_.lag;
-    c.grants = s_.regime == Regime::direct ? out(r).tensors() : 0;
+    c.grants = s_.lends() ? 1 : s_.regime == Regime::direct ? out(r).tensors() : 0;
     c.signature = s_.signature;
     c.steps = c.own_from.messages(0, c.teams);
     for (int p = 0; p < c.peers(); ++p) {

@@ -35,7 +35,8 @@ struct Shape {
   i64 grain = 1;       // tensors, boxes and strides begin at multiples of it
   bool plain = false;  // one stretch a route
 
-  bool lends() const { return regime == Regime::direct && kind == Kind::all_reduce; }  // outputs of one stretch
+  bool lends() const { return regime == Regime::direct && kind != Kind::copy; }  // a tensor of one stretch
+  bool lends_inputs() const { return lends() && kind == Kind::reduce; }
 };
 
 // ---- where things lie -----------------------------------------------------------------------------------------------------------------------------------
@@ -177,7 +178,6 @@ inline Shape draw_shape(Random& random, const Limits& limits, Regime regime, i64
   Shape s{};
   s.regime = regime;
   s.kind = static_cast<Kind>(random.below(3));
-  if (regime == Regime::direct && s.kind == Kind::reduce) s.kind = Kind::copy;
   s.form = random.chance(30) ? Form::in_place : Form::apart;
   s.teams = static_cast<int>(random.between(1, limits.teams));
   s.lag = static_cast<int>(random.below(limits.slots));

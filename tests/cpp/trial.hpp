@@ -142,7 +142,7 @@ inline Trial draw_trial(Word seed, const Options& options, const Ground::Limits&
   t.seed = random.next();
   i64 message = smaller(most.call_bytes, options.bytes) / (t.limits.ranks * t.limits.ranks);
   int calls = static_cast<int>(random.between(4, 24));
-  int regimes = options.kind == static_cast<int>(Kind::reduce) ? 2 : 3;  // which is never direct
+  constexpr int regimes = 3;
   int only = options.regime >= 0 ? options.regime : random.chance(50) ? static_cast<int>(random.below(regimes)) : -1;
   for (int k = 0; k < calls; ++k) {
     if (k > 0 && random.chance(50)) {
@@ -187,7 +187,7 @@ inline RouteText text_of(const Route& route) {
 // Half of the plans that leave room for it have a block for each role, where there are blocks.
 inline int parts_of(const Call& c) {
   constexpr int room = 96;  // of what any GPU with bulk copies has
-  if (c.kind == Kind::all_reduce && c.regime == Regime::direct) return 1;
+  if (c.kind != Kind::copy && c.regime == Regime::direct) return 1;
   int roles = c.kind == Kind::all_reduce ? 3 : 2;
   return roles * c.teams * c.ranks <= room && (c.signature & 8) != 0 ? roles : 1;
 }

@@ -1,5 +1,5 @@
-// Borrow: Together, for direct sums. Contributions are read where they lie, in outputs that peers have lent, and sums go back to all of them. No lane
-// waits for another between the grants and the notify: each loads from every rank, adds, and stores to every rank.
+// Borrow: Together, for direct sums. Contributions are read where they lie, in what peers have lent, and sums of an all-reduce go back to all of them. No
+// lane waits for another between the grants and the notify: each loads from every rank, adds, and stores to every place.
 #pragma once
 #include "sums.cuh"
 #include "together.cuh"
@@ -11,9 +11,9 @@ struct Borrowed {  // in shared memory, of the range that is added: where the k-
   char* odd[max_ranks];  // the contributions once more, from where vectors end
 };
 
-// More than two contributions, all in vectors, into as many places: several of each are asked for before the first is added.
+// More than two contributions, all in vectors, into one place or as many: several of each are asked for before the first is added.
 template <class A>
-__device__ __forceinline__ void add_borrowed(const Borrowed& b, int n, i64 bytes, Op op, Lanes team) {
+__device__ __forceinline__ void add_borrowed(const Borrowed& b, int places, int n, i64 bytes, Op op, Lanes team) {
   constexpr int side_by_side = 2, ahead = 4;
   i64 step = team.lanes * vector_bytes;
 #pragma unroll 1
@@ -46,7 +46,7 @@ __device__ __forceinline__ void add_borrowed(const Borrowed& b, int n, i64 bytes
       if (!here(u)) break;
       uint4 sum = fold[u].rounded(op, n);
 #pragma unroll 1
-      for (int k = 0; k < n; ++k) ptx::store_vector(b.to[k] + at + u * step, sum);
+      for (int k = 0; k < places; ++k) ptx::store_vector(b.to[k] + at + u * step, sum);
     }
   }
 }
@@ -86,19 +86,19 @@ class Borrow : public Together<all_flat> {
   template <class T, class F>
   __device__ void reduce(int places, T to, const Place& own, int n, F slot, int self, Range range, Sum sum) {
     i64 done = 0;
-    if constexpr (!std::is_same_v<Adding, AddsAny>) done = add_vectors(to, own, n, slot, self, range, sum.op);
+    if constexpr (!std::is_same_v<Adding, AddsAny>) done = add_vectors(places, to, own, n, slot, self, range, sum.op);
     if (range.lo + done < range.hi) add_odd(places, to, own, n, slot, self, range, done, sum);
   }
 
  private:
   // Returns how many bytes it has added: none where they do not lie in vectors, else all but the last few.
   template <class T, class F>
-  __device__ i64 add_vectors(T to, const Place& own, int n, F slot, int self, Range range, Op op) {
+  __device__ i64 add_vectors(int places, T to, const Place& own, int n, F slot, int self, Range range, Op op) {
     i64 whole = (range.hi - range.lo) & ~i64{15};
     char *write = to(0).first + range.lo, *mine = own.first + range.lo;
     if (!to(0).flat() || !own.flat() || ((bits(write) | bits(mine)) & 15) != 0) return 0;
     if (n == 2) {
-      char *theirs = const_cast<char*>(slot(1 - self)), *also = to(1).first + range.lo;
+      char *theirs = const_cast<char*>(slot(1 - self)), *also = places > 1 ? to(1).first + range.lo : nullptr;
       if (((bits(theirs) | bits(also)) & 15) != 0) return 0;
       add_two<Adding>(write, also, self == 0 ? mine : theirs, self == 0 ? theirs : mine, whole, op, lanes());
       return whole;
@@ -106,11 +106,11 @@ class Borrow : public Together<all_flat> {
     if (lanes().lane < n) {
       int k = ptx::here(lanes().lane);
       b_->from[k] = k == self ? mine : const_cast<char*>(slot(k));
-      b_->to[k] = to(k).first + range.lo;
+      b_->to[k] = k < places ? to(k).first + range.lo : write;
     }
     __syncthreads();
     if (!lie_in_vectors(b_->from, n) || !lie_in_vectors(b_->to, n)) return 0;
-    add_borrowed<Adding>(*b_, n, whole, op, lanes());
+    add_borrowed<Adding>(*b_, places, n, whole, op, lanes());
     return whole;
   }
   // From byte `done` of the range on: into my own output, and from there to the others.

@@ -20,9 +20,9 @@ struct Direct {
   PURLIN_FN Mark granted(int p, int k) const {  // what I wait for: output k of peer p
     return {&grant_in(p)[k].tag, tag(sent(p), c.pair[p].send_signature)};
   }
-  PURLIN_FN GrantMark offer(int p, int k) const {  // what it says
+  PURLIN_FN GrantMark offer(int p, int k, const char* tensor) const {  // what it says
     Grant* line = theirs(p).grants(c.as_seen_by(p), a.team()) + k;
-    return {line, {static_cast<Word>(c.output[k] - c.own_arena()), tag(taken(p), c.pair[p].receive_signature)}};
+    return {line, {static_cast<Word>(tensor - c.own_arena()), tag(taken(p), c.pair[p].receive_signature)}};
   }
   PURLIN_FN Mark ready_out(int p) const {
     return {theirs(p).ready(c.as_seen_by(p), a.team(), Use::direct, 0), tag(sent(p), c.pair[p].send_signature)};
@@ -30,8 +30,8 @@ struct Direct {
   PURLIN_FN Mark ready_in(int p) const {
     return {mine().ready(p, a.team(), Use::direct, 0), tag(taken(p), c.pair[p].receive_signature)};
   }
-  PURLIN_FN Mark taken_after(int p) const {  // the count as this call leaves it
-    return {count(p).taken_on(Use::direct), taken(p) + live(c.pair[p].receive)};
+  PURLIN_FN Mark taken_after(int p, const Route& route) const {  // the count as a call with this message leaves it
+    return {count(p).taken_on(Use::direct), taken(p) + live(route)};
   }
 };
 
@@ -77,7 +77,8 @@ struct ConsumeDirect {
   PURLIN_FN void open() {
     announce(a, c);
     for (int k = 0; k < c.grants; ++k)
-      a.grant(c.peers(), [&](int p) { return at().live(c.pair[p].receive) ? at().offer(p, k) : GrantMark{}; });
+      a.grant(c.peers(),
+              [&](int p) { return at().live(c.pair[p].receive) ? at().offer(p, k, c.output[k]) : GrantMark{}; });
   }
   PURLIN_FN int steps() const { return 1; }
   PURLIN_FN void step(int) {
@@ -86,7 +87,7 @@ struct ConsumeDirect {
     a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});
   }
   PURLIN_FN void close() {
-    a.keep(c.peers(), [&](int p) { return at().taken_after(p); });
+    a.keep(c.peers(), [&](int p) { return at().taken_after(p, c.pair[p].receive); });
   }
   PURLIN_FN Direct<A> at() const { return {a, c}; }
 };
