@@ -147,7 +147,10 @@ class Communicator:
     def reduce_scatter_tensor(
         self, out: Tensor, x: Tensor, op: Op = "sum", *, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """`x` (ranks * n, ...) reduced over the ranks -> my rows of it, `out` (n, ...). `sizes`: rows a rank, where they differ."""
+        """`x` (ranks * n, ...) reduced over the ranks -> my rows of it, `out` (n, ...). `sizes`: rows a rank, where they differ.
+
+        Large ones are fastest where every rank's `x` is a tensor of empty().
+        """
         return into(self._calls, "reduce_scatter_tensor", out, x, sizes, op)
 
     def all_reduce(self, x: Tensor, op: Op = "sum") -> Tensor:
@@ -192,9 +195,9 @@ class Communicator:
     # ---- memory and what is known of calls
 
     def empty(self, shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor that can be granted: passed as `out` by every rank, peers write an exchange's result straight into it.
+        """A tensor that peers can reach: passed as `out` by every rank, they write an exchange's result straight into it.
 
-        In an all-reduce they read it there, too. Freeing is local.
+        In an all-reduce they read it there, too; of a reduce-scatter they read its input where that is such a tensor. Freeing is local.
         Raises ShapeError when the heap has no room (`heap_bytes`, reserve()).
         """
         self._calls.check_usable("empty")

@@ -29,8 +29,8 @@ GRANTED_PACKET_BYTES = 512 * KIB  # beyond, a copy that may be direct is faster 
 GRANTED_SUM_PACKET_BYTES = 256 * KIB  # the same of a reduction
 # What a team is given before there is another one.
 PACKET_TEAM_BYTES, CHUNK_TEAM_BYTES = 4 * KIB, 16 * KIB
-# From here on a team on a GPU has a block for each of its roles: in one, what it copies at home holds up what it sends.
-PARTS_TEAM_BYTES = 64 * KIB
+# From here on a team on a GPU has a block for each of its roles: in one, what it copies at home holds up what it sends. Second: in a direct call.
+PARTS_TEAM_BYTES, DIRECT_PARTS_TEAM_BYTES = 64 * KIB, 16 * KIB
 # In place a direct call copies nothing at home, and lanes of one block are as fast until bulk copies are so by themselves.
 IN_PLACE_PARTS_TEAM_BYTES = 512 * KIB
 
@@ -232,7 +232,8 @@ def choose(
 
 def with_parts(schedule: Schedule, *, largest: int, blocks: int, roles: int) -> Schedule:
     """A block for each of the `roles` of a team, where the largest message has `largest` bytes and `blocks` are enough for all."""
-    large = schedule.regime is not Regime.PACKET and largest >= schedule.teams * PARTS_TEAM_BYTES
+    bound = DIRECT_PARTS_TEAM_BYTES if schedule.regime is Regime.DIRECT else PARTS_TEAM_BYTES
+    large = schedule.regime is not Regime.PACKET and largest >= schedule.teams * bound
     return replace(schedule, parts=roles if large and roles * schedule.teams <= blocks else 1)
 
 

@@ -63,6 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="tell each mode's error against float32 beside one rank's (default: on GPUs, where a copy in float32 has room)",
     )
+    parser.add_argument(
+        "--watch",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="after the repeats look at each mode once more: exchanges, timeline, host, picture (default: yes; a quarter of the time)",
+    )
     parser.add_argument("--commit", default="", help="for the record, where git cannot say")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows, every repeat and the machine there")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append a line of JSON a row there")
@@ -126,6 +132,7 @@ def read(args: argparse.Namespace) -> tuple[list[Options], Asked]:
         args.truth,
         attentions,
         args.commit,
+        args.watch,
     )
     return [replace(options, width=width, height=height) for width, height in sides] or [options], asked
 

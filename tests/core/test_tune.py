@@ -15,6 +15,7 @@ from purlin_core.moves import Kind
 from purlin_core.prepare import Site
 from purlin_core.tune import (
     CUDA_PACKET_BYTES,
+    DIRECT_PARTS_TEAM_BYTES,
     GRANTED_SUM_PACKET_BYTES,
     MIB,
     PACKET_SLOTS,
@@ -132,7 +133,8 @@ def test_each_role_of_a_team_has_a_block_where_messages_are_large_and_all_find_r
         for size in SIZES:
             schedule = chosen(RULES, 2, size, name=name, granted=granted, blocks=blocks)
             assert replace(schedule, parts=1) == chosen(RULES, 2, size, name=name, granted=granted)
-            large = schedule.regime is not Regime.PACKET and size >= schedule.teams * PARTS_TEAM_BYTES
+            bound = DIRECT_PARTS_TEAM_BYTES if schedule.regime is Regime.DIRECT else PARTS_TEAM_BYTES
+            large = schedule.regime is not Regime.PACKET and size >= schedule.teams * bound
             roles = 1 if granted and adds else 3 if name == "all_reduce" else 2
             assert schedule.parts == (roles if large and roles * schedule.teams <= blocks else 1)
             assert schedule.ctas <= max(blocks, schedule.teams)

@@ -224,6 +224,14 @@ def test_what_cannot_be_watched_keeps_its_figures(monkeypatch: pytest.MonkeyPatc
     assert "ours, eager could not be watched: OutOfMemoryError: no room" in table.text(result)
 
 
+def test_who_does_not_ask_for_it_is_not_watched() -> None:
+    result = measured("--ranks", "2", "--threads", "--no-watch")
+    visits = [visit for visit in result.visits[0] if not visit.cannot]
+    assert {visit.mode.kind for visit in visits} >= {"alone", "ours"} and all(visit.seconds for visit in visits)
+    assert not any(visit.profile or visit.host or visit.picture or visit.note for visit in visits)
+    assert "could not be watched" not in table.text(result)
+
+
 @pytest.mark.parametrize("ended", [KeyboardInterrupt, SystemExit])
 def test_a_run_that_ends_early_tells_what_it_has(
     ended: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -26,8 +26,8 @@ __device__ __forceinline__ bool is_alive(const Launch& l) {
   return !__syncthreads_or(poison != 0);
 }
 
-// Of a team; idle: threads that a block has beyond what its role needs.
-enum Role { stages, consumes, gathers, idle };
+// Of a team. idle: threads that a block has beyond what its role needs; every: all of them, by the same lanes.
+enum Role { stages, consumes, gathers, idle, every };
 
 class RingHands : public NoPackets {
  public:

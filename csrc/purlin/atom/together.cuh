@@ -1,6 +1,7 @@
-// Together: all lanes of a block in lockstep, for direct calls of little: one message a peer is all there is.
+// Together: all lanes of a block in lockstep, for direct calls of little: one message a peer is all there is. A team has one such block, or one a role.
 #pragma once
 #include "lanes.cuh"
+#include "tally.cuh"
 
 namespace purlin::gpu {
 
@@ -9,7 +10,7 @@ class Together : public NoPackets {
  public:
   static constexpr bool flat = all_flat;
 
-  __device__ Together(const Launch& launch, int team) : l_(launch), team_(team) {}
+  __device__ Together(const Launch& launch, int team, int role = every) : l_(launch), team_(team), role_(role) {}
 
   __device__ int team() const { return team_; }
   __device__ int teams() const { return l_.call.teams; }
@@ -25,7 +26,8 @@ class Together : public NoPackets {
     return true;
   }
   __device__ void leave() const {
-    if (lane() == 0 && team_ == 0) atomicAdd(&l_.call.progress->calls, Word{1});  // nobody waits for it
+    if (lane() == 0 && team_ == 0 && role_ != stages)
+      atomicAdd(&l_.call.progress->calls, Word{1});  // nobody waits for it
   }
   // Asked by lane p of a warp for peer p.
   __device__ Word sent(Use, int) const { return sent_; }
@@ -34,12 +36,16 @@ class Together : public NoPackets {
   // What a call counts is read by the next one alone: it is kept, by a warp that has little else to do, while others wait.
   template <class C, class S>
   __device__ void both(int, C consume, S stage) {
-    consume.open();
-    stage.open();
-    stage.step(0);
-    stage.close();
-    consume.close();
-    consume.step(0);
+    if (role_ != stages) consume.open();
+    if (role_ != consumes) {
+      stage.open();
+      stage.step(0);
+      stage.close();
+    }
+    if (role_ != stages) {
+      consume.close();
+      consume.step(0);
+    }
   }
   // From the last lane on, for the first ones wait for others.
   __device__ void copy(const Place& to, const Place& from, Range range) {
@@ -103,7 +109,7 @@ class Together : public NoPackets {
   __device__ static int from_last(int warps) { return static_cast<int>(blockDim.x) - warps * warp; }
 
   const Launch& l_;
-  int team_;
+  int team_, role_;
   Word poison_ = 0, sent_ = 0, taken_ = 0;
 };
 

@@ -18,7 +18,7 @@ WHO = ("alone", "balanced", "split", "context", "torch", "ours")  # words for mo
 class Asked:
     """How often, who, and how denoisers shall run. Sent to every rank. `truth`: compare with float32; None: on GPUs, where it has room.
 
-    `attentions`: of ours. `commit`: for the record, where git cannot say.
+    `attentions`: of ours. `commit`: for the record, where git cannot say. `watch`: look at each mode once more, after the repeats.
     """
 
     repeats: int
@@ -28,6 +28,7 @@ class Asked:
     truth: bool | None = None
     attentions: tuple[str, ...] = ("auto",)
     commit: str = ""
+    watch: bool = True
 
 
 @dataclass(frozen=True)

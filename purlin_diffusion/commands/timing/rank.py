@@ -51,7 +51,7 @@ class Rank:
         ]
         rounds = [(f"repeat {n} of {self.asked.repeats}", self.timed) for n in range(1, self.asked.repeats + 1)]
         try:
-            for when, look in [*rounds, ("one more, watched", self.shown)]:
+            for when, look in [*rounds, *[("one more, watched", self.shown)] * self.asked.watch]:
                 self.reference = None
                 for mode in [mode for mode in every if mode not in self.refused]:
                     self.visit(mode, look, when)
