@@ -3,13 +3,14 @@
 Every visit to a mode makes the pipeline ready anew, draws `--warmup` pictures that do not count and one that does, so that no mode owns the quiet
 half of the run. A time is that of the slowest rank; a mode that cannot run is a row that says why. After the repeats each mode draws a few times
 more and is watched: from those calls are the time in exchanges, the timeline, the host's cost and the picture, and no other figure. A run that ends
-early, by Ctrl-C or by a rank's failure, tells what it has measured until then.
+early, by Ctrl-C, by SIGTERM or by a rank's failure, tells what it has measured until then.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from purlin_diffusion.commands.exits import DONE, FAILED, InputError, ended
 from purlin_diffusion.commands.files import check_writable, in_folder
+from purlin_diffusion.commands.last_words import LastWords
 from purlin_diffusion.commands.options import (
     Options,
     add_model_arguments,
@@ -84,7 +86,7 @@ def latency(args: argparse.Namespace) -> int:
     sizes, asked = read(args)
 
     def tell(results: Sequence[Result]) -> None:
-        print("\n\n".join(map(text, results)))
+        print("\n\n".join(map(text, results)), flush=True)
         write(args, results)
 
     return DONE if all(result.sound for result in timed(sizes, asked, tell)) else FAILED
@@ -152,15 +154,17 @@ def timed(sizes: Sequence[Options], asked: Asked, tell: Callable[[list[Result]],
     """
     with tempfile.TemporaryDirectory(prefix="purlin-latency-") as folder:
         so_far = Path(folder) / "visits"
-        try:
-            done = on_ranks(measure, sizes[0], sizes, asked, so_far)
-        except BaseException:
+
+        def say() -> None:
             if any(visit.seconds for every in kept(so_far) for visit in every[0]):
                 tell(results(sizes, asked, kept(so_far)))
-            raise
-    found = results(sizes, asked, done[0]) if done else []
-    if found:
-        tell(found)
+
+        launched = sizes[0].mode == "launched"
+        with LastWords(say, launched=launched, cleaned=lambda: shutil.rmtree(folder, ignore_errors=True)) as words:
+            done = on_ranks(measure, sizes[0], sizes, asked, so_far)
+            found = results(sizes, asked, done[0]) if done else []
+            if found:
+                words.say(lambda: tell(found))
     return found
 
 

@@ -40,21 +40,25 @@ def accelerate_launch(ranks: int, *program: str) -> list[str]:
     return [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes", str(ranks), *chosen, *port, *program]
 
 
-def run(*commands: Sequence[str], folder: Path) -> list[str]:
-    """What each of the commands printed, which run side by side in `folder`. Raises AssertionError, with that, when one fails or takes too long."""
+def environment(folder: Path) -> dict[str, str]:
+    """Of a launcher that runs in `folder`: no launcher has started it, no GPU is there, and its ranks import what this process does."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
-    environment = plain | {
+    return plain | {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HOME": str(folder),  # no accelerate configuration of whoever runs this
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
     }
+
+
+def run(*commands: Sequence[str], folder: Path) -> list[str]:
+    """What each of the commands printed, which run side by side in `folder`. Raises AssertionError, with that, when one fails or takes too long."""
     started = [
         subprocess.Popen(
             list(command),
             cwd=folder,
-            env=environment,
+            env=environment(folder),
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
