@@ -225,7 +225,9 @@ def test_what_cannot_be_watched_keeps_its_figures(monkeypatch: pytest.MonkeyPatc
 
 
 def test_who_does_not_ask_for_it_is_not_watched() -> None:
-    result = measured("--ranks", "2", "--threads", "--no-watch")
+    options, asked = read(*TINY, "--ranks", "2", "--threads", "--no-watch")
+    assert not asked.watch and ASKED.watch
+    result = timed(options, replace(ASKED, watch=False))
     visits = [visit for visit in result.visits[0] if not visit.cannot]
     assert {visit.mode.kind for visit in visits} >= {"alone", "ours"} and all(visit.seconds for visit in visits)
     assert not any(visit.profile or visit.host or visit.picture or visit.note for visit in visits)
