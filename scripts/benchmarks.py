@@ -285,8 +285,8 @@ def _pictures(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield _run_of_pictures(runs[key])
 
 
-def _timed(run: Sequence[Mapping[str, Any]]) -> set[str]:
-    return {line["mode"] for line in run if not line["why"]}
+def _timed(run: Sequence[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    return {(line["mode"], _how(line)) for line in run if not line["why"]}
 
 
 def _run_of_pictures(lines: Sequence[Mapping[str, Any]]) -> str:

@@ -49,9 +49,14 @@ def test_benchmarks_keeps_an_older_run_that_timed_more(two: Result) -> None:
     lines = record.lines(two)
     old = [{**line, "date": "2030-01-01", "run": "old", "commit": "older"} for line in lines]
     less = [{**line, "date": "2031-01-01", "run": "new", "commit": "newer"} for line in lines if line["mode"] != "ours"]
-    text = benchmarks.text_of([], [*less, *old])
-    assert text.count("## A picture: tiny:flux, 64x48, 2 steps, 2 ranks") == 2
-    assert text.index("commit older") < text.index("commit newer")
+    graphs = [{**line, "graph": True} for line in old]
+    for before, after in (
+        (old, less),
+        (graphs, [{**line, "graph": False, "run": "new", "date": "2031"} for line in old]),
+    ):
+        text = benchmarks.text_of([], [*after, *before])
+        assert text.count("## A picture: tiny:flux, 64x48, 2 steps, 2 ranks") == 2
+        assert text.index(f"{before[0]['date']}, commit") < text.index(f"{after[0]['date']}, commit")
 
 
 def test_a_run_that_was_ended_says_how_many_repeats_it_timed(two: Result) -> None:
