@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from purlin_diffusion.agreed import agreed
 from purlin_diffusion.ahead import loop_of
 from purlin_diffusion.beside import beside
 from purlin_diffusion.carrier import Carrier
@@ -50,12 +51,8 @@ def open_handle(
             "parallelize: needs `devices` (threads of this process) or `communicator` (ranks that are there); got both."
         )
     graphs = Graphs(config) if graphs is None else graphs
-    given = denoisers(pipe_or_model)
-    models = [uncompiled(model) for model in given]
-    plans = [_plan(pipe_or_model, model) for model in models]
-    asked = _Asked(models, plans, config, graphs, of_compile(*given))
     with ExitStack() as opened:
-        handle = _opened(asked, devices, communicator)
+        handle = _opened(partial(_asked, pipe_or_model, config, graphs), devices, communicator)
         opened.callback(handle.undo)
         handle.decoding = decoding_of(pipe_or_model, config, graphs)
         handle.loop = loop_of(pipe_or_model, handle.sessions)
@@ -64,17 +61,21 @@ def open_handle(
     return handle
 
 
-def _opened(asked: _Asked, devices: int | Sequence[torch.device | str] | None, communicator: Carrier | None) -> Handle:
+def _opened(
+    ask: Callable[[], _Asked], devices: int | Sequence[torch.device | str] | None, communicator: Carrier | None
+) -> Handle:
     if communicator is not None:
-        return _with_communicator(asked, communicator)
-    launched = processes() > 1
-    if launched and devices is not None:
-        raise ConfigError(
-            "parallelize: `devices` is for one process, and a launcher started several. Leave it out: each process holds one rank."
-        )
-    if launched:
-        return _with_processes(asked)
-    return _with_threads(asked, 1 if devices is None else devices)
+        return _with_communicator(ask(), communicator)
+    if processes() > 1:
+        return _with_processes(ask, devices)
+    return _with_threads(ask(), 1 if devices is None else devices)
+
+
+def _asked(pipe_or_model: Any, config: ParallelConfig, graphs: Graphs) -> _Asked:
+    given = denoisers(pipe_or_model)
+    models = [uncompiled(model) for model in given]
+    plans = [_plan(pipe_or_model, model) for model in models]
+    return _Asked(models, plans, config, graphs, of_compile(*given))
 
 
 def _plan(pipe_or_model: Any, model: nn.Module) -> Plan:
@@ -119,22 +120,35 @@ def _with_threads(asked: _Asked, devices: int | Sequence[torch.device | str]) ->
     return Handle(sessions, asked.config, at_undo=_nothing)
 
 
-def _with_processes(asked: _Asked) -> Handle:
-    _refuse_for_processes(asked.config)
-    device = device_of(asked.models[0])
-    parts = list(asked.parts([processes()] * len(asked.models)))
-    ours = not dist.is_initialized()
-    if ours:
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+def _with_processes(ask: Callable[[], _Asked], devices: Any) -> Handle:
+    with ExitStack() as opened:
+        ours = not dist.is_initialized()
+        if ours:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            opened.callback(dist.destroy_process_group)
+        asked, device, parts = agreed("parallelize", lambda: _checked_for_processes(ask, devices))
 
-    def join(model: nn.Module, plan: Plan, manner: Manner) -> Session:
-        route, carriers = open_group(asked.config, None, device)
-        return GroupSession(
-            model, plan, manner, carriers, route, device=device, owned=True, graphs=asked.graphs, off=asked.off
-        )
+        def join(model: nn.Module, plan: Plan, manner: Manner) -> Session:
+            route, carriers = open_group(asked.config, None, device)
+            return GroupSession(
+                model, plan, manner, carriers, route, device=device, owned=True, graphs=asked.graphs, off=asked.off
+            )
 
-    sessions = _open(partial(join, *part) for part in parts)
+        sessions = _open(partial(join, *part) for part in parts)
+        opened.pop_all()
     return Handle(sessions, asked.config, at_undo=dist.destroy_process_group if ours else _nothing)
+
+
+def _checked_for_processes(
+    ask: Callable[[], _Asked], devices: Any
+) -> tuple[_Asked, torch.device, list[tuple[nn.Module, Plan, Manner]]]:
+    if devices is not None:
+        raise ConfigError(
+            "parallelize: `devices` is for one process, and a launcher started several. Leave it out: each process holds one rank."
+        )
+    asked = ask()
+    _refuse_for_processes(asked.config)
+    return asked, device_of(asked.models[0]), list(asked.parts([processes()] * len(asked.models)))
 
 
 def _with_communicator(asked: _Asked, communicator: Carrier) -> Handle:

@@ -54,6 +54,21 @@ def draw(folder):
         outs.append((handle.rank, handle.route, case.run().numpy()))
         handle.undo()
     return outs
+
+def refused_on_one(folder):
+    sys.path.insert(0, folder)
+    import conftest
+    from purlin_diffusion import RankError, parallelize
+    case, said = conftest.flux(), []
+    for model in (torch.nn.Linear(2, 2) if dist.get_rank() == 1 else case.model, case.model):
+        try:
+            handle = parallelize(model)
+            said.append(case.run().numpy())
+            handle.undo()
+        except Exception as error:
+            said.append((type(error).__name__, str(error)))
+        dist.all_gather_object([None, None], dist.get_rank())  # the next collective finds its peers
+    return said
 """
 
 
@@ -111,6 +126,14 @@ def test_parallelize_finds_its_place_in_a_launched_group(work: Any, tiny: Any) -
         assert [(at, route.partition(":")[0]) for at, route, _ in outs] == [(rank, "purlin"), (rank, "torch")]
         for _, _, out in outs:
             assert abs(out - one.numpy()).max() <= 1e-5
+
+
+def test_what_one_rank_refuses_all_do_and_the_next_call_works(work: Any, tiny: Any) -> None:
+    one = tiny("flux").run()
+    (told, drawn), (raised, also) = launch(work.refused_on_one, 2, str(Path(__file__).parent))
+    assert raised[0] == "UnsupportedModelError" and "Linear" in raised[1]
+    assert told[0] == "RankError" and "rank 1 refused: UnsupportedModelError" in told[1] and "Linear" in told[1]
+    assert all(abs(out - one.numpy()).max() <= 1e-5 for out in (drawn, also))
 
 
 def test_an_exception_comes_back_with_its_rank_and_ends_the_others(work: Any) -> None:

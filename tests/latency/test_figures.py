@@ -14,10 +14,12 @@ from purlin_diffusion.commands.picture import CLOCK
 from purlin_diffusion.commands.timing import (
     memory,
     profile,
+    rank,
     watch,
 )
 from purlin_diffusion.commands.timing.likeness import Likeness
 from purlin_diffusion.commands.timing.profile import EXCHANGE, STEP, Event
+from purlin_diffusion.commands.timing.visit import DEFECT
 from tests.latency.runs import (
     of_two_ranks,
 )
@@ -138,3 +140,9 @@ def test_a_plot_holds_the_busiest_step() -> None:
     joined = profile.within(spans, 0.0, 2000.0)
     assert 0 < len(joined) <= profile.MOST_SPANS
     assert (joined[0][0], joined[-1][1]) == (0.0, pytest.approx(1999.95))
+
+
+def test_a_defect_outweighs_what_the_other_ranks_say_of_it() -> None:
+    left, defect = "rank 1 left: ValueError: ill", f"{DEFECT}: ValueError: ill"
+    assert rank.weightiest([left, "", defect]) == rank.weightiest([defect, left]) == defect
+    assert rank.weightiest(["", left]) == left and rank.weightiest(["", ""]) == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,7 +67,7 @@ class Rank:
         if here(self.options) == 0 or mode.kind not in ON_ROOT:
             mine = self.tried(mode, look)
         every = together(self.options, mine)
-        if why := next((each.cannot for each in every if each.cannot), ""):
+        if why := weightiest(each.cannot for each in every):
             self.refused[mode] = why
             self.pipes.drop(mode)
             memory.give_back()
@@ -160,8 +160,8 @@ class Rank:
             return int(mine[0])
 
     def met(self, mode: Mode, why: str) -> str:
-        """Wait for the ranks that have a part. Returns the first one's reason, if there is any."""
-        return why if mode.kind in ON_ROOT else next(filter(None, together(self.options, why)), "")
+        """Wait for the ranks that have a part. Returns the weightiest of their reasons, if there is any."""
+        return why if mode.kind in ON_ROOT else weightiest(together(self.options, why))
 
     def met_before(self, mode: Mode) -> bool:
         """A mode's memory is that of its first visit: later ones find there what the first has left."""
@@ -178,6 +178,12 @@ class Rank:
 
     def error(self, outputs: Outputs) -> Error | None:
         return Error.of(outputs, self.truth) if self.truth is not None else None
+
+
+def weightiest(reasons: Iterable[str]) -> str:
+    """Of the ranks' reasons: where one has met a defect, the others say that it left."""
+    said = [why for why in reasons if why]
+    return next((why for why in said if why.startswith(DEFECT)), said[0] if said else "")
 
 
 def array(images: Any) -> Any:
