@@ -58,6 +58,7 @@ class Connection:
             self._set_up(atom, scratch, tuning, settings, heap_bytes, blocks)
         self._exit = weakref.finalize(self, self._ending.leave)
         self.recorder: Recorder | None = None
+        self._died_in: tuple[str, int] | None = None  # text and signature of a call
         self.bare = self.lane is None and self.canaries is None  # a call is all there is to do
         if self.lane is not None:
             self._probe(self.lane)
@@ -135,8 +136,12 @@ class Connection:
         if self.lane is not None:  # what failed may be a call enqueued long before
             failed = getattr(self.end, "signature", 0)
             text, signature = self.boards[self.rank].text(failed) or text, failed or signature
+        text, signature = self._died_in or (text, signature)  # a later call is not the one that failed
         scene = Scene(self.rank, self.end, self.boards, self.timeout, text, signature)
-        return error_of(scene) or self._aborted(scene)
+        error = error_of(scene) or self._aborted(scene)
+        if error is not None:
+            self._died_in = text, signature
+        return error
 
     def _aborted(self, scene: Scene) -> PurlinError | None:
         """On a GPU only a call meets a peer's word; its board says it sooner."""

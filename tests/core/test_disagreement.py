@@ -141,6 +141,20 @@ def test_rows_of_an_all_to_all_that_do_not_match_are_a_disagreement(change: tupl
     assert all(error is None or isinstance(error, MismatchError) for error in errors), errors
 
 
+def test_a_later_call_tells_of_the_one_that_failed() -> None:
+    def work(comm: Communicator) -> list[str]:
+        said = []
+        for spec in ("n@ -> n" if comm.rank == 1 else "+n -> n", "+n -> n@"):
+            with pytest.raises(MismatchError) as caught:
+                comm.redistribute(f(300), spec)
+            said.append(str(caught.value))
+        return said
+
+    with world_of(RANKS, "staged", timeout=TIMEOUT) as world:
+        for first, later in errors_of(world, work):
+            assert first == later and 'rank 1 called redistribute "n@ -> n"' in later, (first, later)
+
+
 def test_the_texts_of_many_calls_are_still_known() -> None:
     """The board keeps hundreds of texts; a disagreement at the sixth hundred names both."""
 
