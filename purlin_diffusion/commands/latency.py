@@ -31,7 +31,7 @@ from purlin_diffusion.commands.timing.measure import measure
 from purlin_diffusion.commands.timing.modes import HOWS, WHO, Asked
 from purlin_diffusion.commands.timing.page import page
 from purlin_diffusion.commands.timing.record import append, lines, whole
-from purlin_diffusion.commands.timing.rows import Result, summarize
+from purlin_diffusion.commands.timing.rows import Result, new_run, summarize
 from purlin_diffusion.commands.timing.table import text
 from purlin_diffusion.commands.timing.visit import Visits, kept
 
@@ -135,6 +135,7 @@ def read(args: argparse.Namespace) -> tuple[list[Options], Asked]:
         attentions,
         args.commit,
         args.watch,
+        bool(sides),
     )
     return [replace(options, width=width, height=height) for width, height in sides] or [options], asked
 
@@ -169,5 +170,7 @@ def timed(sizes: Sequence[Options], asked: Asked, tell: Callable[[list[Result]],
 
 
 def results(sizes: Sequence[Options], asked: Asked, visits: Sequence[Visits]) -> list[Result]:
-    """Of the sizes that were reached."""
-    return [summarize(options, asked, every) for options, every in zip(sizes, visits, strict=False)]
+    """Of one run: of each size, those that were not reached saying so."""
+    run = new_run()
+    every = [*visits, *([[]] * (len(sizes) - len(visits)))]
+    return [summarize(options, asked, seen, run) for options, seen in zip(sizes, every, strict=True)]

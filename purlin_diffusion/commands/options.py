@@ -148,8 +148,8 @@ def check_guidance(value: float | None) -> None:
         raise InputError(f"--guidance needs a finite number; got {value}")
 
 
-def check_size(pipe: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise InputError for a height or width that `pipe` cannot draw, and would round."""
+def check_size(pipe: Any, arguments: Mapping[str, Any], option: str = "") -> None:
+    """Raise InputError for a height or width that `pipe` cannot draw, and would round. `option`: that which named both, if one did."""
     multiple = size_multiple(pipe)
     for name in ("height", "width"):
         asked = arguments.get(name)
@@ -157,7 +157,7 @@ def check_size(pipe: Any, arguments: Mapping[str, Any]) -> None:
             below = asked - asked % multiple
             near = " or ".join(str(size) for size in (below, below + multiple) if size)
             raise InputError(
-                f"--{name} needs a multiple of {multiple} pixels for {type(pipe).__name__}; got {asked}, near which is {near}"
+                f"{option or f'--{name}'} needs a multiple of {multiple} pixels for {type(pipe).__name__}; got {asked}, near which is {near}"
             )
 
 

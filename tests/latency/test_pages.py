@@ -75,8 +75,8 @@ def test_a_line_that_is_no_picture_is_named(tmp_path: Path) -> None:
 
 def test_a_record_grows_and_every_line_is_json(two: Result, tmp_path: Path) -> None:
     file = tmp_path / "record.jsonl"
-    for _ in range(2):
-        record.append(file, record.lines(two))
+    for result in (two, replace(two, run="another")):
+        record.append(file, record.lines(result))
     lines = [json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()]
     assert len(lines) == 2 * len(two.rows)
     assert len({line["run"] for line in lines}) == 2
@@ -92,6 +92,30 @@ def test_the_page_needs_nothing_beside_it_and_says_all(two: Result) -> None:
     assert all(base64.b64decode(each).startswith(b"\x89PNG") for each in pictures)
     for why, _ in table.reasons(two.rows):
         assert page.escape(why) in html
+
+
+def test_the_page_of_a_run_that_was_ended_says_how_many_repeats_it_timed(two: Result) -> None:
+    ended = replace(two, asked=replace(two.asked, repeats=30))
+    told = table.ended_early(ended)
+    assert "ours, eager: 1 of 30 repeats" in told and not table.ended_early(two)
+    for line in told:
+        assert line in table.text(ended) and f"<p>{line}</p>" in page.page(ended)
+
+
+@pytest.mark.parametrize(("watch", "why"), [(False, "--no-watch"), (True, "the run ended before")])
+def test_the_page_says_who_was_not_looked_at(watch: bool, why: str, two: Result) -> None:
+    unseen = tuple(replace(row, profile=None) for row in two.rows)
+    nobody = replace(two, rows=unseen, asked=replace(two.asked, watch=watch))
+    html = page.page(nobody)
+    names = "; ".join(row.mode.title for row in two.measured)
+    assert f"<p>Not looked at ({why}): {names}</p>" in html and "No exchange was seen" not in html
+    some = replace(
+        nobody, rows=tuple(row if row.mode.kind == "ours" else replace(row, profile=None) for row in two.rows)
+    )
+    assert "<h3>ours, eager</h3>" in page.page(some) and f"Not looked at ({why}): 1 rank" in page.page(some)
+    failed = replace(nobody, rows=tuple(replace(row, note="no room") if row.whole_s else row for row in unseen))
+    assert "<p>ours, eager could not be watched: no room</p>" in page.page(failed)
+    assert "Not looked at" not in page.page(two) + page.page(failed)
 
 
 def test_text_of_others_is_no_markup(two: Result) -> None:

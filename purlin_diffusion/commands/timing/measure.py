@@ -32,7 +32,7 @@ def measure(first: Options, sizes: Sequence[Options], asked: Asked, so_far: Path
     pipe = load(first, place(first))
     pipe.set_progress_bar_config(disable=True)
     for options in sizes:
-        check_size(pipe, call_arguments(options))
+        check_size(pipe, call_arguments(options), "--size" * asked.by_size)
     say(first, began, f"{first.model} is there")
     found = found_truths(pipe, sizes, asked, began)
     done: list[Visits] = []

@@ -19,6 +19,7 @@ class Asked:
     """How often, who, and how denoisers shall run. Sent to every rank. `truth`: compare with float32; None: on GPUs, where it has room.
 
     `attentions`: of ours. `commit`: for the record, where git cannot say. `watch`: look at each mode once more, after the repeats.
+    `by_size`: sides were named by --size.
     """
 
     repeats: int
@@ -29,6 +30,7 @@ class Asked:
     attentions: tuple[str, ...] = ("auto",)
     commit: str = ""
     watch: bool = True
+    by_size: bool = False
 
 
 @dataclass(frozen=True)

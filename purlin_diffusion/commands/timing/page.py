@@ -19,12 +19,14 @@ from purlin_diffusion.commands.timing.table import (
     TRUTH,
     TRUTH_SAYS,
     details,
+    ended_early,
     headline,
     host_lines,
     likeness,
     names_by_how,
     reasons,
     truths,
+    unwatchable,
 )
 
 STYLE = Path(__file__).with_name("page.css")
@@ -47,25 +49,35 @@ def page(*results: Result) -> str:
 
 
 def of_size(result: Result) -> Iterator[str]:
-    yield from (f"<p>{escape(line)}</p>" for line in headline(result).splitlines())
+    yield paragraphs(headline(result).splitlines())
     yield from sections(result)
 
 
 def sections(result: Result) -> Iterator[str]:
+    if result.measured:
+        yield from figures(result)
+    if missing := reasons(result.rows):
+        items = (f"<li><b>{escape(why)}</b><br>{escape(who)}</li>" for why, who in missing)
+        yield f'<h2>What was not, and why</h2><ol class="why">{"".join(items)}</ol>'
+
+
+def figures(result: Result) -> Iterator[str]:
     yield "<h2>Milliseconds a picture</h2>" + bars(result.measured)
     yield "<p>Bars are medians, lines go from the least to the most; then how many times as fast as the best of one rank, eager.</p>"
     yield table(TITLES, names_by_how(result))
     yield "<h2>What was measured</h2>" + table(DETAILS, [details(row) for row in result.measured])
+    yield paragraphs(ended_early(result))
     if true := truths(result):
         yield f"<h2>Errors</h2><p>{escape(TRUTH_SAYS)}</p>" + table(TRUTH, true)
     if hosts := host_lines(result):
         yield f"<h2>The host</h2><p>{escape(HOST_SAYS)}</p>" + table(HOST, hosts)
-    yield "<h2>One step</h2>" + timelines(result.measured)
+    yield "<h2>One step</h2>" + timelines(result.measured) + paragraphs([*unwatchable(result), *unwatched(result)])
     if shown := [row for row in result.measured if row.picture]:
         yield f'<h2>The same picture</h2><div class="pictures">{"".join(map(figure, shown))}</div>'
-    if missing := reasons(result.rows):
-        items = (f"<li><b>{escape(why)}</b><br>{escape(who)}</li>" for why, who in missing)
-        yield f'<h2>What was not, and why</h2><ol class="why">{"".join(items)}</ol>'
+
+
+def paragraphs(lines: Iterable[str]) -> str:
+    return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 
 def table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -74,10 +86,20 @@ def table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def timelines(rows: Iterable[Row]) -> str:
+def unwatched(result: Result) -> list[str]:
+    """Which modes nobody looked at, and why."""
+    names = [row.mode.title for row in result.measured if not row.profile and not row.note]
+    why = "the run ended before" if result.asked.watch else "--no-watch"
+    return [f"Not looked at ({why}): {'; '.join(names)}"] if names else []
+
+
+def timelines(rows: Sequence[Row]) -> str:
+    """Of those that were looked at."""
     plots = [
         f"<h3>{escape(row.mode.title)}</h3>{timeline(row.profile)}" for row in rows if row.profile and row.profile.lanes
     ]
+    if not any(row.profile for row in rows):
+        return ""
     if not plots:
         return "<p>No exchange was seen: on one rank there is none, and of other libraries' only those on GPUs can be seen.</p>"
     return "".join(plots) + (

@@ -6,7 +6,6 @@ import datetime
 import json
 import platform
 import subprocess
-import uuid
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -28,16 +27,16 @@ def append(file: Path, records: Iterable[dict[str, Any]]) -> None:
 
 def lines(result: Result) -> list[dict[str, Any]]:
     """Times in ms and s, memory in 1e9 bytes; None is what was not measured, and `why` says why where nothing was."""
-    run = run_facts(result.asked.commit) | asked_facts(result)
+    run = run_facts(result) | asked_facts(result)
     return [run | row_facts(row) for row in result.rows]
 
 
-def run_facts(commit_said: str = "") -> dict[str, Any]:
+def run_facts(result: Result) -> dict[str, Any]:
     now = datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
     return {
-        "run": uuid.uuid4().hex[:12],
+        "run": result.run,
         "date": now.isoformat(),
-        "commit": commit_said or commit(),
+        "commit": result.asked.commit or commit(),
         "machine": f"{platform.system()} {platform.machine()}, {cores()} cores",
         "gpus": gpu_names(),
         "versions": versions(),
@@ -104,7 +103,7 @@ def or_none(value: float) -> float | None:
 def whole(result: Result) -> dict[str, Any]:
     """Rows, every repeat of every rank, and the machine; pictures and timelines apart."""
     return {
-        **run_facts(result.asked.commit),
+        **run_facts(result),
         **asked_facts(result),
         "options": asdict(result.options),
         "arguments": call_arguments(result.options),

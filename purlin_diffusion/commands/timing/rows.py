@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
+import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from purlin_diffusion.commands.options import Options
 from purlin_diffusion.commands.timing.likeness import Likeness
-from purlin_diffusion.commands.timing.modes import Asked, Mode, modes
+from purlin_diffusion.commands.timing.modes import Asked, Mode, cannot, modes
 from purlin_diffusion.commands.timing.profile import Profile
 from purlin_diffusion.commands.timing.truth import MOST, Error
 from purlin_diffusion.commands.timing.visit import DEFECT, Graphs, Visit
@@ -66,14 +67,20 @@ class Row:
         return max(self.over_one) <= MOST if self.over_one else None
 
 
+def new_run() -> str:
+    """A name for a run, which no other has."""
+    return uuid.uuid4().hex[:12]
+
+
 @dataclass(frozen=True)
 class Result:
-    """One run of `latency`. `visits`: [process][visit]."""
+    """One size of a run of `latency`. `visits`: [process][visit]. `run`: the same in all that is written of it."""
 
     options: Options
     asked: Asked
     rows: tuple[Row, ...]
     visits: tuple[tuple[Visit, ...], ...]
+    run: str = field(default_factory=new_run)
 
     @property
     def measured(self) -> list[Row]:
@@ -93,14 +100,14 @@ def median(row: Row) -> float:
     return row.whole_s.median if row.whole_s else float("inf")
 
 
-def summarize(options: Options, asked: Asked, visits: Sequence[Sequence[Visit]]) -> Result:
+def summarize(options: Options, asked: Asked, visits: Sequence[Sequence[Visit]], run: str = "") -> Result:
     """`visits`: [process][visit]. Modes that no rank has come to say so."""
     met = {visit.mode for of_rank in visits for visit in of_rank}
     every = modes(options, asked)
     rows = [
         row(mode, [[v for v in of_rank if v.mode == mode] for of_rank in visits])
         if mode in met
-        else Row(mode, cannot=NOT_REACHED)
+        else Row(mode, cannot=cannot(mode, options, asked) or NOT_REACHED)
         for mode in every
     ]
     eager = [each for each in rows if each.mode.kind == "alone" and each.mode.how == "eager"]
@@ -108,7 +115,7 @@ def summarize(options: Options, asked: Asked, visits: Sequence[Sequence[Visit]])
     one = next((each.error for each in eager if each.error), None)
     rows = [replace(each, speedup=alone / median(each)) if each.whole_s and 0 < alone < 1e9 else each for each in rows]
     rows = [replace(each, over_one=each.error.over(one)) if each.error and one else each for each in rows]
-    return Result(options, asked, tuple(rows), tuple(map(tuple, visits)))
+    return Result(options, asked, tuple(rows), tuple(map(tuple, visits)), run or new_run())
 
 
 def row(mode: Mode, visits: Sequence[Sequence[Visit]]) -> Row:

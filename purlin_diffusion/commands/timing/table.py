@@ -36,18 +36,15 @@ HOST = (
 
 
 def text(result: Result) -> str:
-    parts = [
-        headline(result),
-        "A picture, ms: median (least to most).\n\n" + markdown(TITLES, names_by_how(result)),
-        markdown(DETAILS, [details(row) for row in result.measured]),
-    ]
+    parts = [headline(result)]
+    if result.measured:
+        parts.append("A picture, ms: median (least to most).\n\n" + markdown(TITLES, names_by_how(result)))
+        parts.append(markdown(DETAILS, [details(row) for row in result.measured]))
     if true := truths(result):
         parts.append(f"{TRUTH_SAYS}\n\n" + markdown(TRUTH, true))
     if hosts := host_lines(result):
         parts.append(f"{HOST_SAYS}\n\n" + markdown(HOST, hosts))
-    parts += [f"{row.mode.title} could not be watched: {row.note}" for row in result.measured if row.note]
-    asked = result.asked.repeats
-    parts += [f"{row.mode.title}: {row.repeats} of {asked} repeats" for row in result.measured if row.repeats < asked]
+    parts += [*unwatchable(result), *ended_early(result)]
     if missing := reasons(result.rows):
         parts.append("Not measured:\n" + "\n".join(f"- [{n}] {why} ({who})" for n, (why, who) in enumerate(missing, 1)))
     return "\n\n".join(parts)
@@ -61,6 +58,17 @@ HOST_SAYS = (
     "The host, between two calls of the scheduler (the denoiser, and a little of the pipeline): until all is launched, without its waits for the GPU;"
     " blocks of torch's allocator; waits that a profiler saw. Graphs: of the first rank, in one visit or since it was compiled."
 )
+
+
+def unwatchable(result: Result) -> list[str]:
+    """A line a mode that was timed and could not be watched."""
+    return [f"{row.mode.title} could not be watched: {row.note}" for row in result.measured if row.note]
+
+
+def ended_early(result: Result) -> list[str]:
+    """A line a mode that was timed less often than was asked for."""
+    asked = result.asked.repeats
+    return [f"{row.mode.title}: {row.repeats} of {asked} repeats" for row in result.measured if row.repeats < asked]
 
 
 def truths(result: Result) -> list[list[str]]:
