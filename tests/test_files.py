@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from purlin_diffusion.__main__ import main
-from purlin_diffusion.commands import generate, latency
+from purlin_diffusion.commands import generate, latency, telling
 from purlin_diffusion.commands.exits import WRONG_INPUT, InputError
 from purlin_diffusion.commands.files import check_writable, in_folder
 
@@ -96,20 +96,40 @@ def test_latency_names_each_file_that_it_has_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, made in (("whole", lambda _: {}), ("lines", lambda _: [{}]), ("page", lambda *_: "a page")):
-        monkeypatch.setattr(latency, name, made)
+        monkeypatch.setattr(telling, name, made)
     parser = argparse.ArgumentParser()
     latency.add_arguments(parser)
     results: Any = [object()]
-    latency.write(parser.parse_args([]), results)
-    assert not capsys.readouterr().out
+
+    def told_by(*arguments: str) -> str:
+        telling.Telling("latency", parser.parse_args(arguments), lambda _: "a table")(results)
+        return capsys.readouterr().out
+
+    assert told_by() == "a table\n"
     files = {name: tmp_path / name / "file" for name in ("json", "record", "html")}
-    latency.write(
-        parser.parse_args([text for name, file in files.items() for text in (f"--{name}", str(file))]), results
-    )
-    told = capsys.readouterr().out
+    told = told_by(*(text for name, file in files.items() for text in (f"--{name}", str(file))))
     for file in files.values():
         assert file.read_text().strip()
         assert told.count(f": {file}\n") == 1
+
+
+@pytest.mark.parametrize("command", ["latency", "compare"])
+def test_two_files_of_a_run_are_two(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, link, hard = tmp_path / "x.out", tmp_path / "link", tmp_path / "hard"
+    link.symlink_to(file)
+    for one, other in ((file, file), (file, Path("x.out")), (link, Path("new/../x.out"))):
+        assert_refused(command, one, other, capsys)
+    file.touch()
+    hard.hardlink_to(file)
+    assert_refused(command, hard, link, capsys)
+
+
+def assert_refused(command: str, one: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--model", "tiny:flux", "--html", str(one), "--json", str(other)]) == WRONG_INPUT
+    assert capsys.readouterr().err == f"{command}: --json and --html need a file each; {other} and {one} are one\n"
 
 
 @pytest.mark.parametrize("name", ["x.png", "x-2.png", "x-3.png", "x.json"])

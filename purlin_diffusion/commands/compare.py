@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from purlin_diffusion.commands import latency
 from purlin_diffusion.commands.exits import DONE, FAILED, ended
 from purlin_diffusion.commands.machine import cores
 from purlin_diffusion.commands.options import gpus
 from purlin_diffusion.commands.ranks import places, sharing
+from purlin_diffusion.commands.telling import Telling
 from purlin_diffusion.commands.timing.record import gpu_names
 from purlin_diffusion.commands.timing.rows import Result, Row, median
 from purlin_diffusion.commands.timing.table import reasons
@@ -37,12 +38,9 @@ def compare(args: argparse.Namespace) -> int:
     if args.ranks is None and "RANK" not in os.environ:  # else a launcher has said how many
         args.ranks = default_ranks()
     sizes, asked = latency.read(args)
-
-    def tell(results: Sequence[Result]) -> None:
-        print("\n\n".join(map(screen, results)))
-        latency.write(args, results)
-
-    return DONE if all(result.sound for result in latency.timed(sizes, asked, tell)) else FAILED
+    tell = Telling("compare", args, lambda results: "\n\n".join(map(screen, results)))
+    sound = all(result.sound for result in latency.timed(sizes, asked, tell))
+    return DONE if sound and not tell.failed else FAILED
 
 
 def fitting() -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from purlin_diffusion.commands.streams import say
+
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130  # argparse's is the third, a shell's of Ctrl-C the last
 
 
@@ -31,5 +33,5 @@ def ended(command: str, work: Callable[[], int]) -> int:
 
 
 def told(command: str, text: str, code: int) -> int:
-    print(f"{command}: {text}", file=sys.stderr)
+    say(f"{command}: {text}", sys.stderr)
     return code

@@ -11,14 +11,12 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 import threading
-import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from purlin_diffusion.commands.exits import INTERRUPTED, told
+from purlin_diffusion.commands.exits import FAILED, INTERRUPTED, told
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
 END_SECONDS = 10.0  # from a signal to the end of the process, at most; torchrun kills after 30
@@ -28,8 +26,9 @@ LEFT = 0  # no signal's number
 class LastWords:
     """`with LastWords(say, ...) as words:` calls say() when a signal comes, or when an exception leaves; not after words.say(all).
 
-    say: once, in either thread. launched: the process ends as soon as that is said. cleaned: called where the process is ended here. A second signal,
-    after those words, ends it at once. A signal that is ignored stays so. Outside of the main thread Python hears none, and exceptions alone count.
+    say: once, in either thread; an exception of it is a line, and the end is as it would have been. launched: the process ends as soon as that is
+    said. cleaned: called where the process is ended here. A second signal, after those words, ends it at once. A signal that is ignored stays so.
+    Outside of the main thread Python hears none, and exceptions alone count.
     """
 
     def __init__(self, say: Callable[[], None], *, launched: bool, cleaned: Callable[[], None]) -> None:
@@ -50,7 +49,7 @@ class LastWords:
         self._leaving = True
         try:
             if error is not None:
-                self._once(self._say)
+                self._last()
         finally:
             if self._watching is not None:
                 self._leave(self._watching)
@@ -65,7 +64,12 @@ class LastWords:
             if not self._said:
                 self._said = True
                 say()
-                sys.stdout.flush()
+
+    def _last(self) -> None:
+        try:
+            self._once(self._say)
+        except Exception as error:  # what ends the run is told, not this
+            told("latency", f"what was measured could not be told: {type(error).__name__}: {error}", FAILED)
 
     # ---- signals
     def _listen(self) -> None:
@@ -103,10 +107,7 @@ class LastWords:
         late = threading.Timer(END_SECONDS, self._end)
         late.daemon = True
         late.start()
-        try:
-            self._once(self._say)
-        except Exception:
-            traceback.print_exc()
+        self._last()
         while self._heard(0):  # the same wish: timeout(1) sends each signal twice, launchers one kind after the other
             pass
         if self._launched or self._heard():

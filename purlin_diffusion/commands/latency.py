@@ -9,7 +9,6 @@ early, by Ctrl-C, by SIGTERM or by a rank's failure, tells what it has measured 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from purlin_diffusion.commands.exits import DONE, FAILED, InputError, ended
-from purlin_diffusion.commands.files import check_writable, in_folder
+from purlin_diffusion.commands.files import check_apart, check_writable
 from purlin_diffusion.commands.last_words import LastWords
 from purlin_diffusion.commands.options import (
     Options,
@@ -27,10 +26,9 @@ from purlin_diffusion.commands.options import (
     read_options,
 )
 from purlin_diffusion.commands.ranks import on_ranks, places
+from purlin_diffusion.commands.telling import OUTPUTS, Telling
 from purlin_diffusion.commands.timing.measure import measure
 from purlin_diffusion.commands.timing.modes import HOWS, WHO, Asked
-from purlin_diffusion.commands.timing.page import page
-from purlin_diffusion.commands.timing.record import append, lines, whole
 from purlin_diffusion.commands.timing.rows import Result, new_run, summarize
 from purlin_diffusion.commands.timing.table import text
 from purlin_diffusion.commands.timing.visit import Visits, kept
@@ -84,36 +82,17 @@ def run(args: argparse.Namespace) -> int:
 def latency(args: argparse.Namespace) -> int:
     """Raises InputError before any rank starts, and what a rank raised."""
     sizes, asked = read(args)
-
-    def tell(results: Sequence[Result]) -> None:
-        print("\n\n".join(map(text, results)), flush=True)
-        write(args, results)
-
-    return DONE if all(result.sound for result in timed(sizes, asked, tell)) else FAILED
-
-
-def write(args: argparse.Namespace, results: Sequence[Result]) -> None:
-    """The files asked for, and a line that names each."""
-    said = []
-    if args.json:
-        every = [whole(result) for result in results]
-        in_folder(args.json).write_text(json.dumps(every[0] if len(every) == 1 else every, indent=2) + "\n")
-        said.append(f"rows, repeats and the machine: {args.json}")
-    if args.record:
-        append(in_folder(args.record), (line for result in results for line in lines(result)))
-        said.append(f"a line a row, appended: {args.record}")
-    if args.html:
-        in_folder(args.html).write_text(page(*results))
-        said.append(f"plots and pictures: {args.html}")
-    if said:
-        print("", *said, sep="\n")
+    tell = Telling("latency", args, lambda results: "\n\n".join(map(text, results)))
+    sound = all(result.sound for result in timed(sizes, asked, tell))
+    return DONE if sound and not tell.failed else FAILED
 
 
 def read(args: argparse.Namespace) -> tuple[list[Options], Asked]:
     """What each size is, and what is asked for all. Raises InputError."""
-    for name in ("json", "record", "html"):
-        if file := getattr(args, name):
-            check_writable(f"--{name}", file)
+    files = {f"--{each.option}": file for each in OUTPUTS if (file := getattr(args, each.option))}
+    for name, file in files.items():
+        check_writable(name, file)
+    check_apart(files)
     check_count("--repeats", args.repeats)
     check_count("--warmup", args.warmup)
     if args.size and (args.height is not None or args.width is not None):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from purlin_diffusion.commands import streams
 from purlin_diffusion.commands.exits import InputError
 from purlin_diffusion.commands.options import Options
 from purlin_diffusion.commands.picture import Seconds, call, call_arguments
@@ -203,7 +204,7 @@ def graphs(ready: Ready) -> Graphs | None:
 def say(options: Options, began: float, text: str) -> None:
     """Progress, on the root's error stream."""
     if here(options) == 0:
-        print(f"latency: {time.monotonic() - began:5.0f} s  {text}", file=sys.stderr, flush=True)
+        streams.say(f"latency: {time.monotonic() - began:5.0f} s  {text}", sys.stderr)
 
 
 def excused(mode: Mode, error: Exception) -> bool:
