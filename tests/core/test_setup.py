@@ -267,7 +267,8 @@ def test_nothing_grows_over_many_communicators(close: Callable[[list[Communicato
     before = held()
     open_and_close(close, cycles)
     after = held()
-    assert all(now <= then + 3 for now, then in zip(after, before, strict=True)), (before, after)
+    room = (3, 20, 3)  # less than one a cycle; mappings are malloc's, too, which makes arenas as threads meet in it
+    assert all(now <= then + more for now, then, more in zip(after, before, room, strict=True)), (before, after)
     assert set(os.listdir("/dev/shm")) <= shared
 
 
