@@ -15,7 +15,7 @@ from purlin_diffusion.commands.ranks import places, sharing
 from purlin_diffusion.commands.telling import Telling
 from purlin_diffusion.commands.timing.record import gpu_names
 from purlin_diffusion.commands.timing.rows import Result, Row, median
-from purlin_diffusion.commands.timing.table import reasons
+from purlin_diffusion.commands.timing.table import ended_early, reasons
 
 FULL, SMALL = "random:flux.1-dev", "digits"
 ROOM_BYTES = 48e9  # of GPU memory, for the full one: 24e9 of weights, and what a picture and a copy's graphs need
@@ -39,7 +39,7 @@ def compare(args: argparse.Namespace) -> int:
         args.ranks = default_ranks()
     sizes, asked = latency.read(args)
     tell = Telling("compare", args, lambda results: "\n\n".join(map(screen, results)))
-    sound = all(result.sound for result in latency.timed(sizes, asked, tell))
+    sound = all(result.sound for result in latency.timed(sizes, asked, tell, "compare"))
     return DONE if sound and not tell.failed else FAILED
 
 
@@ -72,6 +72,7 @@ def told(result: Result) -> Iterator[str]:
         yield f"   {row.mode.title:<{longest}}  {figures(row)}"
     yield ""
     yield from unknown(result)
+    yield from ended_early(result)
     asked = result.asked
     yield f"{asked.repeats} repeats, interleaved, after {asked.warmup} warm-up each. Plots: latency --html FILE"
 

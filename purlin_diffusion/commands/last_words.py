@@ -24,15 +24,15 @@ LEFT = 0  # no signal's number
 
 
 class LastWords:
-    """`with LastWords(say, ...) as words:` calls say() when a signal comes, or when an exception leaves; not after words.say(all).
+    """`with LastWords(command, say, ...) as words:` calls say() when a signal comes, or when an exception leaves; not after words.say(all).
 
     say: once, in either thread; an exception of it is a line, and the end is as it would have been. launched: the process ends as soon as that is
     said. cleaned: called where the process is ended here. A second signal, after those words, ends it at once. A signal that is ignored stays so.
     Outside of the main thread Python hears none, and exceptions alone count.
     """
 
-    def __init__(self, say: Callable[[], None], *, launched: bool, cleaned: Callable[[], None]) -> None:
-        self._say, self._launched, self._cleaned = say, launched, cleaned
+    def __init__(self, command: str, say: Callable[[], None], *, launched: bool, cleaned: Callable[[], None]) -> None:
+        self._command, self._say, self._launched, self._cleaned = command, say, launched, cleaned
         self._saying, self._said = threading.Lock(), False
         self._leaving = False  # the main thread is on its way out: it is not to be interrupted
         self._left = False
@@ -69,7 +69,7 @@ class LastWords:
         try:
             self._once(self._say)
         except Exception as error:  # what ends the run is told, not this
-            told("latency", f"what was measured could not be told: {type(error).__name__}: {error}", FAILED)
+            told(self._command, f"what was measured could not be told: {type(error).__name__}: {error}", FAILED)
 
     # ---- signals
     def _listen(self) -> None:
@@ -111,7 +111,7 @@ class LastWords:
         while self._heard(0):  # the same wish: timeout(1) sends each signal twice, launchers one kind after the other
             pass
         if self._launched or self._heard():
-            told("latency", "interrupted", INTERRUPTED)
+            told(self._command, "interrupted", INTERRUPTED)
             self._end()
         late.cancel()
 

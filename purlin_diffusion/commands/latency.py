@@ -127,8 +127,10 @@ def read_size(size: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
-def timed(sizes: Sequence[Options], asked: Asked, tell: Callable[[list[Result]], None]) -> list[Result]:
-    """All visits of all ranks, summarized size by size, and told; nothing on the ranks of a launcher that are not its root.
+def timed(
+    sizes: Sequence[Options], asked: Asked, tell: Callable[[list[Result]], None], command: str = "latency"
+) -> list[Result]:
+    """All visits of all ranks, summarized size by size, and told as `command`; nothing on the ranks of a launcher that are not its root.
 
     Raises what a rank raised, and KeyboardInterrupt, when what was measured until then has been told.
     """
@@ -140,7 +142,9 @@ def timed(sizes: Sequence[Options], asked: Asked, tell: Callable[[list[Result]],
                 tell(results(sizes, asked, kept(so_far)))
 
         launched = sizes[0].mode == "launched"
-        with LastWords(say, launched=launched, cleaned=lambda: shutil.rmtree(folder, ignore_errors=True)) as words:
+        with LastWords(
+            command, say, launched=launched, cleaned=lambda: shutil.rmtree(folder, ignore_errors=True)
+        ) as words:
             done = on_ranks(measure, sizes[0], sizes, asked, so_far)
             found = results(sizes, asked, done[0]) if done else []
             if found:

@@ -87,7 +87,7 @@ def say():
     print("said", file=sys.stderr, flush=True)
 
 doing, launched, last_words.END_SECONDS = sys.argv[1], sys.argv[2] == "launched", float(sys.argv[3])
-with last_words.LastWords(say, launched=launched, cleaned=Path("cleaned").touch):
+with last_words.LastWords("latency", say, launched=launched, cleaned=Path("cleaned").touch):
     dict(busy=busy, mute=busy, stuck=stuck, cleaning=cleaning)[doing]()
 """
 
@@ -131,7 +131,7 @@ def test_what_is_said_at_the_end_is_said_to_the_end(number: signal.Signals) -> N
     """A signal that comes meanwhile interrupts nothing, and adds nothing."""
     said: list[str] = []
     before = hearers()
-    with LastWords(lambda: said.append("some"), launched=False, cleaned=list) as words:
+    with LastWords("latency", lambda: said.append("some"), launched=False, cleaned=list) as words:
         assert hearers() != before
         words.say(lambda: (signal.raise_signal(number), said.append("all"))[-1])
     assert said == ["all"] and hearers() == before
@@ -147,7 +147,10 @@ def test_an_interrupt_is_said_once_by_either_thread(number: signal.Signals) -> N
 def interrupted(number: signal.Signals) -> list[str]:
     """What a run says that is interrupted at once."""
     said: list[str] = []
-    with pytest.raises(KeyboardInterrupt), LastWords(lambda: said.append("some"), launched=False, cleaned=list):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        LastWords("latency", lambda: said.append("some"), launched=False, cleaned=list),
+    ):
         signal.raise_signal(number)
     return said
 
@@ -155,7 +158,7 @@ def interrupted(number: signal.Signals) -> list[str]:
 def test_a_signal_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with LastWords(lambda: None, launched=False, cleaned=list):
+        with LastWords("latency", lambda: None, launched=False, cleaned=list):
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)

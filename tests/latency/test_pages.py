@@ -156,6 +156,14 @@ def test_compare_is_one_screen_that_tells_what_is_not_known(two: Result) -> None
         assert why in text
 
 
+def test_compare_says_which_repeats_are_missing(two: Result) -> None:
+    early = replace(two, asked=replace(two.asked, repeats=two.asked.repeats + 1))
+    assert f"{early.measured[0].mode.title}: {two.asked.repeats} of {early.asked.repeats} repeats" in compare.screen(
+        early
+    )
+    assert " of " not in compare.screen(two).splitlines()[-2]
+
+
 def test_the_verdict_is_of_what_was_measured(two: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     result = of_two_ranks(monkeypatch)
     assert compare.verdict(result) == "Yes: a picture 2.00x as fast as by one rank (1 rank (2), eager)."
