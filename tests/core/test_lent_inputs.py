@@ -88,10 +88,8 @@ def test_an_input_may_be_written_as_soon_as_its_call_has_ended() -> None:
             comm.reduce_scatter_tensor(part, x)
             x.fill_(-1)
             assert (part == 3 * turn + 3).all()
-            if turn % 3 == comm.rank % 3:
-                comm.all_gather_into_tensor(x, part) if turn % 2 else None
-            elif turn % 2:
-                comm.all_gather_into_tensor(comm.empty((90,)), part)
+            if turn % 2:  # into what was just lent, on some ranks
+                comm.all_gather_into_tensor(x if turn % 3 == comm.rank else comm.empty((90,)), part)
 
     with world_of(ranks, "direct", teams=2) as world:
         world.run(work)
