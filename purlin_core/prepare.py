@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +15,8 @@ from purlin_core.alias import Memory, check_alias
 from purlin_core.atom import Atom
 from purlin_core.errors import DeviceError, DtypeError, ShapeError
 from purlin_core.explain import explain, explain_moves
-from purlin_core.moves import Kind, Moves, Route
+from purlin_core.moves import Kind, Moves
+from purlin_core.native import plan_arguments, remote_routes
 from purlin_core.plan import (
     AllReduce,
     FrozenSizes,
@@ -27,11 +27,9 @@ from purlin_core.plan import (
     output_shape,
     plan_moves,
     received_bytes,
-    seen_by,
     sent_bytes,
 )
 from purlin_core.reference import check_op, check_reducible
-from purlin_core.settings import VERSION
 from purlin_core.spec import Op, Spec, check_sizes
 from purlin_core.tune import IN_PLACE_PARTS_TEAM_BYTES, Regime, Schedule, Scratch, Tuning, choose, with_parts
 
@@ -39,19 +37,6 @@ from purlin_core.tune import IN_PLACE_PARTS_TEAM_BYTES, Regime, Schedule, Scratc
 GRANTED = ", into granted outputs"  # peers write them
 LENT = ", of inputs that are lent"  # peers read them
 MAX_GRANTS, MAX_TENSORS = 4, 16  # csrc/purlin/moves.hpp
-# numbered as Op and Dtype of csrc/purlin/spec.hpp
-OPS: tuple[Op, ...] = ("sum", "avg", "max", "min")
-DTYPES = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-)
 
 
 @dataclass(frozen=True)
@@ -148,11 +133,13 @@ def prepare(site: Site, asked: Asked, tensors: Sequence[Tensor], out: Sequence[T
     )
     if schedule.regime is not Regime.PACKET and name == "all_reduce":
         moves = plan_moves(operands, site.rank, site.ranks, all_reduce=AllReduce.JOINED, call=asked.call)
-    remote = _remote(site, operands, moves) if schedule.regime is Regime.DIRECT else ()
+    remote = remote_routes(site.rank, site.ranks, operands, moves) if schedule.regime is Regime.DIRECT else ()
     text = _text(site, operands, asked)
     if schedule.regime is Regime.DIRECT:
         text += LENT if moves.kind is Kind.REDUCE else GRANTED
-    arguments = _arguments(site, moves, schedule, text, asked.op, tensors[0].dtype, (inputs, outputs), remote)
+    arguments = plan_arguments(
+        site.rank, site.ranks, moves, schedule, text, asked.op, tensors[0].dtype, (inputs, outputs), remote
+    )
     return _prepared(site, arguments, moves, schedule, tuple(operands), (inputs, outputs), text)
 
 
@@ -180,7 +167,7 @@ def prepare_all_to_all(
         schedule = with_parts(schedule, largest=_largest_own(moves), blocks=site.blocks, roles=2)
     text = f"{asked.call} with sizes, rows of {tuple(x.shape[1:])} {_name(x.dtype)}"
     memories = (Memory.of("x", x),), (Memory.of("out", out),)
-    arguments = _arguments(site, moves, schedule, text, asked.op, x.dtype, memories, ())
+    arguments = plan_arguments(site.rank, site.ranks, moves, schedule, text, asked.op, x.dtype, memories, ())
     return _prepared(site, arguments, moves, schedule, (), memories, text)
 
 
@@ -284,49 +271,6 @@ def _prepared(
     return Prepared(native, arguments, moves, schedule, operands, *memories, text, signature, sent, received)
 
 
-def _arguments(
-    site: Site,
-    moves: Moves,
-    schedule: Schedule,
-    text: str,
-    op: Op,
-    dtype: torch.dtype,
-    memories: tuple[tuple[Memory, ...], tuple[Memory, ...]],
-    remote: Sequence[Route],
-) -> dict[str, Any]:
-    """Keyword arguments of the native Plan. Routes go by peer, not by rank."""
-    peers = [(site.rank + 1 + p) % site.ranks for p in range(site.ranks - 1)]
-    send, receive = [moves.send[r] for r in peers], [moves.receive[r] for r in peers]
-    away = [remote[r] for r in peers] if remote else [Route()] * len(peers)
-    inputs, outputs = memories
-    lent = inputs if moves.kind is Kind.REDUCE else outputs
-    grants = len(lent) if schedule.regime is Regime.DIRECT else 0
-    signature = _signature(f"{text}|{schedule.regime.name}|{schedule.teams}|{schedule.lag}|{VERSION}")
-    return {
-        "kind": int(moves.kind),
-        "regime": int(schedule.regime),
-        "op": OPS.index(op),
-        "dtype": DTYPES.index(dtype) if dtype in DTYPES else 0,  # copies look at bytes only
-        "rank": site.rank,
-        "teams": schedule.teams,
-        "parts": schedule.parts,
-        "lag": schedule.lag,
-        "grants": grants,
-        "signature": signature,
-        "own_from": _numbers(moves.own_from),
-        "own_to": _numbers(moves.own_to),
-        "send": [_numbers(route) for route in send],
-        "remote": [_numbers(route) for route in away],
-        "receive": [_numbers(route) for route in receive],
-        "reach": [_reach(route, grants) for route in away],
-        "send_signatures": [_pair_signature(signature, route.bytes) for route in send],
-        "receive_signatures": [_pair_signature(signature, _expected_bytes(moves, route)) for route in receive],
-        "input_spans": [x.end - x.address for x in inputs],
-        "output_spans": [out.end - out.address for out in outputs],
-        "overlap_allowed": False,
-    }
-
-
 def _reached(asked: Asked, operands: Sequence[Operand]) -> bool:
     """Whether peers can reach what a direct call needs them to: outputs that they write; of an all-reduce an output that they read too; of a
     reduce-scatter an input that they read. What they read is one tensor, of which each has one stretch."""
@@ -346,56 +290,8 @@ def _is_cut_in_stretches(operand: Operand) -> bool:
     return at is not None and len(right.dims[at].segments) == 1 and all(extent == 1 for extent in operand.shape[:at])
 
 
-def _remote(site: Site, operands: Sequence[Operand], moves: Moves) -> list[Route]:
-    """Of each rank: where what I send lies in its outputs, or my slice in what it lends. All of that is contiguous."""
-    mine = {Kind.ALL_REDUCE: moves.own_to, Kind.REDUCE: moves.own_from}.get(moves.kind)
-    return [Route() if peer == site.rank else mine or _received_by(site, operands, peer) for peer in range(site.ranks)]
-
-
-def _received_by(site: Site, operands: Sequence[Operand], peer: int) -> Route:
-    theirs = [seen_by(operand, site.rank, site.ranks, peer) for operand in operands]
-    return plan_moves(theirs, peer, site.ranks).receive[site.rank]
-
-
-def _expected_bytes(moves: Moves, route: Route) -> int:
-    """Wire bytes the peer counts as its send to me: in a joined all-reduce my slice, else what I receive."""
-    return moves.own_from.bytes if moves.kind is Kind.ALL_REDUCE else route.bytes
-
-
-def _numbers(route: Route) -> list[int]:
-    """A route as csrc/purlin/endpoint.hpp reads it."""
-    numbers = [route.lo, route.bytes]
-    for item in route.items:
-        box = item.box
-        numbers += [item.tensor, item.at, box.offset, box.run, len(box.extents), *box.extents, *box.strides]
-    return numbers
-
-
-def _reach(route: Route, grants: int) -> int:
-    """Bytes that each of a peer's granted outputs needs to have, in which this route lies: those of the one that it needs least of."""
-    reaches = [0] * grants
-    for item in route.items:
-        needed = item.box.offset + _distance(item.box.extents, item.box.strides) + item.box.run
-        reaches[item.tensor] = max(reaches[item.tensor], needed)
-    return min(reaches, default=0)
-
-
-def _distance(extents: Sequence[int], strides: Sequence[int]) -> int:
-    """From the first element to the last."""
-    return sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True))
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _signature(text: str) -> int:
-    """24 bits; the same in every process, unlike hash()."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest(), "big")
-
-
-def _pair_signature(signature: int, wire_bytes: int) -> int:
-    return _signature(f"{signature}|{wire_bytes}")
 
 
 def _text(site: Site, operands: Sequence[Operand], asked: Asked) -> str:
