@@ -228,7 +228,7 @@ def test_what_cannot_be_forced_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("regime", Regime)
 def test_a_forced_call_goes_as_it_must(regime: Regime) -> None:
-    force = Force(regime, 8)
+    force = Force(regime, 8, strict=True)
     assert Force.parse(str(force)) == force
     tuning = force.tuning("NVIDIA Test", 8)
     for size in (1, 8192):

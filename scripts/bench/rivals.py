@@ -7,6 +7,7 @@ Every one has buffers of its own, `depth` sets of them in rotation. One that can
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -92,16 +93,20 @@ def purlin(case: Case, world: World, depth: int, *, granted: bool, force: Force 
     steps = [(step.spec, step.sizes) for step in case.steps]
     named = NAMED.get(case.collective)
 
+    def limit(rank: int) -> AbstractContextManager[None]:
+        return force.limit(comms[rank]) if force is not None else nullcontext()
+
     def call(rank: int, turn: int) -> None:
         for (spec, sizes), (given, outs) in zip(steps, sets[turn % depth][rank], strict=True):
-            if named is None:
-                comms[rank].exchange(given, spec, sizes=sizes, out=outs)
-            else:
-                named(comms[rank], outs[0], given[0])
+            with limit(rank):
+                if named is None:
+                    comms[rank].exchange(given, spec, sizes=sizes, out=outs)
+                else:
+                    named(comms[rank], outs[0], given[0])
 
     rank = world.here[0]
     given, outs = sets[0][rank][0]
-    with world.lane_of(rank).current():
+    with world.lane_of(rank).current(), limit(rank):
         schedule = comms[rank].plan(given, steps[0][0], sizes=steps[0][1], out=outs).schedule
     if force is not None and (schedule.regime, schedule.teams) != (force.regime, force.teams):
         raise UnavailableError(f"{RUNS_AS} {schedule.regime.name.lower()} by {schedule.teams}: {schedule.why}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,17 +38,18 @@ class Lane:
 
 @dataclass(frozen=True)
 class Force:
-    """A regime and a team count that every call takes which can; its text is "direct:8"."""
+    """A regime and a team count that every call takes which can; its text is "direct:8". `strict`: a team has one block of the GPU."""
 
     regime: Regime
     teams: int
+    strict: bool = False
 
     @staticmethod
     def parse(text: str) -> Force:
         name, _, teams = text.partition(":")
         if name.upper() not in Regime.__members__ or not teams.isdigit() or int(teams) < 1:
             raise ValueError(f"needs REGIME:CTAS, as direct:8 or staged:16; got {text!r}")
-        return Force(Regime[name.upper()], int(teams))
+        return Force(Regime[name.upper()], int(teams), strict=True)
 
     def __str__(self) -> str:
         return f"{self.regime.name.lower()}:{self.teams}"
@@ -57,6 +58,10 @@ class Force:
     def granted(self) -> bool:
         """Whether it takes outputs of comm.empty(); the others do not care."""
         return self.regime is Regime.DIRECT
+
+    def limit(self, comm: Communicator) -> AbstractContextManager[None]:
+        """Around calls of `comm`."""
+        return comm.budget(self.teams) if self.strict else nullcontext()
 
     def tuning(self, gpu: str, slots: int) -> Tuning:
         granted = True if self.granted else None
