@@ -4,9 +4,8 @@
 
 namespace purlin::gpu {
 
-// Bytes a team from which on bulk copies carry them. In boxes they do at FLUX's sizes (59 us against 95 to heads, 32 teams); where the two cross was not
-// measured. Flat bytes are carried so where what stays at home has blocks of its own.
-constexpr i64 bulk_from = 64 << 10, flat_bulk_from = 512 << 10;
+// Bytes a team from which on bulk copies carry them: in boxes, and where what stays at home has blocks of its own.
+constexpr i64 bulk_from = 64 << 10, bulk_apart_from = 512 << 10;
 
 template <bool flat, int ranks>
 __global__ void __launch_bounds__(block_threads, 1) direct_kernel(const __grid_constant__ Launches<ranks> all) {
@@ -32,7 +31,7 @@ Choice direct(const Call& call, int ranks, bool bulk) {
   i64 most = 0;
   for (int p = 0; p < call.peers(); ++p)
     most = larger(most, larger(call.pair[p].send.bytes, call.pair[p].receive.bytes));
-  bool carried = call.flat ? call.parts == 2 && most / call.teams >= flat_bulk_from : most / call.teams >= bulk_from;
+  bool carried = call.parts == 2 ? most / call.teams >= bulk_apart_from : !call.flat && most / call.teams >= bulk_from;
   if (bulk && carried)
     return relayed(by_ranks(ranks, direct_bulk_kernel<1>, direct_bulk_kernel<2>, direct_bulk_kernel<most_fused>),
                    call.parts);

@@ -125,12 +125,40 @@ __device__ __forceinline__ void copy_flat(char* to, const char* from, i64 bytes,
       [&](unsigned v) { return to + static_cast<i64>(v) * vector_bytes; });
   if (i64 at = whole + team.lane; at < bytes) to[at] = from[at];
 }
+// Vectors that lie together on both sides, wherever a multiple of them begins; 0: none do. Both are aligned, and not both flat.
+__device__ __forceinline__ unsigned common_run(const Stretch& a, const Stretch& b) {
+  if (a.flat()) return b.box->by_run.divisor;
+  if (b.flat()) return a.box->by_run.divisor;
+  unsigned more = larger(a.box->by_run.divisor, b.box->by_run.divisor);
+  unsigned less = smaller(a.box->by_run.divisor, b.box->by_run.divisor);
+  return more % less == 0 ? less : 0;
+}
+// Vectors [lo, hi) in runs: a warp takes one at a time, or a part of one that its lanes hold at once. So not every lane finds out where every vector lies.
+inline __device__ __noinline__ void copy_runs(const Stretch& to, const Stretch& from, unsigned lo, unsigned hi,
+                                              unsigned run, Lanes team) {
+  constexpr unsigned part = warp * in_flight;
+  unsigned parts = (run + part - 1) / part, warps = static_cast<unsigned>(team.lanes / warp);
+  Lanes mine{team.lane % warp, warp};
+#pragma unroll 1
+  for (unsigned n = lo / run * parts + static_cast<unsigned>(team.lane / warp);; n += warps) {
+    unsigned row = n / parts * run, begin = row + n % parts * part;
+    if (begin >= hi) return;
+    unsigned first = larger(lo, begin), end = smaller(hi, smaller(row + run, begin + part));
+    if (first >= end) continue;
+    const char* source = from.vector(first);
+    char* place = to.vector(first);
+    copy_vectors(
+        0, end - first, mine, [&](unsigned v) { return source + i64{v} * vector_bytes; },
+        [&](unsigned v) { return place + i64{v} * vector_bytes; });
+  }
+}
 inline __device__ __noinline__ void copy_stretch(Stretch to, Stretch from, i64 lo, i64 hi, Lanes team) {
   if (to.flat() && from.flat()) return copy_flat(to.first + lo, from.first + lo, hi - lo, team);
   if (!to.aligned() || !from.aligned() || hi >= most_bytes) return copy_odd(to, from, lo, hi, team);
-  copy_vectors(
-      static_cast<unsigned>(lo / vector_bytes), static_cast<unsigned>(hi / vector_bytes), team,
-      [&](unsigned v) { return from.vector(v); }, [&](unsigned v) { return to.vector(v); });
+  unsigned first = static_cast<unsigned>(lo / vector_bytes), end = static_cast<unsigned>(hi / vector_bytes);
+  if (unsigned run = common_run(to, from); run >= warp && team.lanes % warp == 0)
+    return copy_runs(to, from, first, end, run, team);
+  copy_vectors(first, end, team, [&](unsigned v) { return from.vector(v); }, [&](unsigned v) { return to.vector(v); });
 }
 inline __device__ __noinline__ void copy_boxes(const Place& to, const Place& from, Range range, Lanes team) {
   for_each_item(to, from, range, [&](int k, i64 at, i64 lo, i64 hi) {
