@@ -53,8 +53,8 @@ FLAGS = (
 KERNELS = ("direct", "direct_sums", "endpoint", "packet_sums", "packets", "staged", "staged_sums")
 LATE = "tests/cpp/late.cuh"
 
-PTX, RELAY, APART, TOGETHER, BORROW, LINES, CREWS = (
-    f"atom/{name}.cuh" for name in ("ptx", "relay", "apart", "together", "borrow", "lines", "packets")
+PTX, RELAY, APART, TOGETHER, AHEAD, BORROW, LINES, CREWS = (
+    f"atom/{name}.cuh" for name in ("ptx", "relay", "apart", "together", "ahead", "borrow", "lines", "packets")
 )
 
 
@@ -109,6 +109,8 @@ MUTANTS = (
     Mutant("direct: notify while lanes still copy", TOGETHER, GRANTS,
                  (("__syncthreads(); store_marks(n, mark, lane(), ptx::store_release);", "store_marks(n, mark, lane(), ptx::store_release);"),),
                  ("direct",)),
+    Mutant("direct: what was read ahead for one is sent to all", AHEAD, GRANTS,
+                 (("if (from + at != ahead_ || vectors != vectors_) {", "if (!ahead_) {"),), ("direct",)),
     Mutant("direct sums: no wait for what is lent", DIRECT_SUMS, LENT, (("range.empty() || !lent()) return;", "range.empty()) return;"),),
                  ("direct_sums",)),
     Mutant("direct sums: told before it is summed", DIRECT_SUMS, LENT, (swap(LENT_ADD, LENT_NOTIFY),), ("direct_sums",)),

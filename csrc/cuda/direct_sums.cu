@@ -4,11 +4,11 @@
 
 namespace purlin::gpu {
 
-template <class Adding, bool flat, int ranks>
+template <class Adding, bool flat, int threads, int ranks>
 __device__ __forceinline__ void direct_sums(const Launches<ranks>& all) {
   __shared__ Borrowed borrowed;
   auto [launch, team] = seat(all);
-  Borrow<flat, Adding> atom(launch, team, &borrowed);
+  Borrow<flat, Adding, threads> atom(launch, team, &borrowed);
   if (!atom.enter()) return;
   snac::direct_sum(atom, launch.call);
   atom.leave();
@@ -17,12 +17,12 @@ __device__ __forceinline__ void direct_sums(const Launches<ranks>& all) {
 // Sums of the dtypes that models are made of have kernels of their own where all lies in one stretch; all others share one.
 template <Dtype dtype, int ranks>
 __global__ void __launch_bounds__(block_threads, 1) direct_sums_of(const __grid_constant__ Launches<ranks> all) {
-  direct_sums<Adds<dtype, false>, true>(all);
+  direct_sums<Adds<dtype, false>, true, block_threads>(all);
 }
 constexpr int any_threads = 256;  // that registers suffice for every dtype
 template <int ranks>
 __global__ void __launch_bounds__(any_threads, 1) direct_sums_any(const __grid_constant__ Launches<ranks> all) {
-  direct_sums<AddsAny, false>(all);
+  direct_sums<AddsAny, false, any_threads>(all);
 }
 
 template <Dtype dtype, int ranks>

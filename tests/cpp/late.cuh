@@ -47,6 +47,7 @@ class Late {
   __device__ void three(int lag, G gather, C consume, S stage) {
     a_.three(lag, gather, consume, stage);
   }
+  __device__ void ahead(const Place& from, Range range) { a_.ahead(from, range); }
   __device__ void copy(const Place& to, const Place& from, Range range) {
     before(Act::copy);
     a_.copy(to, from, range);

@@ -66,11 +66,11 @@ __device__ __noinline__ void add_elements(const Place& to, const Place& own, int
   });
 }
 
-template <bool all_flat, class Adding>
-class Borrow : public Together<all_flat> {
+template <bool all_flat, class Adding, int threads>
+class Borrow : public Together<all_flat, threads> {
  public:
   __device__ Borrow(const Launch& launch, int team, Borrowed* borrowed)
-      : Together<all_flat>(launch, team), b_(borrowed) {}
+      : Together<all_flat, threads>(launch, team), b_(borrowed) {}
 
   // Lent first; what a call counts is kept while others wait.
   template <class C, class S>

@@ -95,6 +95,9 @@ concept Atom = requires(A a, int n, Place place, Range range, Sum sum, Where whe
   a.three(n, role, role, role);
   // Start: the wire bytes of `range`, to a place, from a place.
   a.copy(place, place, range);
+  // A hint, ahead of a wait: copies from this place and range follow in this step. What they send may be read once for all
+  // of them, from here on.
+  a.ahead(place, range);
   // Start: how many places, to(k) the k-th; my contribution, contributions, slot(k) of the k-th but mine, my k; added in
   // rank order. The sum goes to all places.
   a.reduce(n, to, place, n, slot, n, range, sum);

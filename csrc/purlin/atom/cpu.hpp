@@ -143,6 +143,7 @@ class Cpu {
     }
   }
 
+  void ahead(const Place&, Range) const {}  // a processor that copies reads ahead by itself
   void copy(Place to, Place from, Range range) {
     bool past_cache = large_ || to.shared;  // another core reads it next
     for_each_piece(to, from, range, [past_cache](char* write, const char* read, i64 bytes) {

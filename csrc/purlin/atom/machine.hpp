@@ -1,6 +1,7 @@
 // The weakest machine the contract allows, for tests: fibres under a seeded scheduler that starves some of them, over the memory of views.hpp. What a role
 // has started is performed as late as the seed wants.
 #pragma once
+#include "../moves.hpp"
 #include "random.hpp"
 #include "views.hpp"
 
@@ -16,6 +17,17 @@ namespace purlin::model {
 // Returns whether it is done; called again until it is.
 using Act = std::function<bool()>;
 
+struct Held {  // what a role has read ahead, in this step
+  Place place{};
+  Range range{};
+  std::shared_ptr<std::string> bytes;
+
+  bool is(const Place& from, Range wire) const {
+    return bytes && place.items == from.items && place.first == from.first && place.tensors == from.tensors &&
+           range.lo == wire.lo && range.hi == wire.hi;
+  }
+};
+
 struct Role {
   enum class Phase { idle, open, steps, close };
 
@@ -26,6 +38,7 @@ struct Role {
   bool draining = false;
   Clock start, seen;  // at the call's entry, and now
   std::uint32_t tick = 0;
+  Held held;
   std::deque<Act> queue;   // performed in order
   std::vector<Act> loose;  // performed in any order
 

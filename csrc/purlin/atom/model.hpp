@@ -76,28 +76,39 @@ class Model {
     for (Role* r : {&gatherer(), &reader(), &source()}) r->phase = Role::Phase::steps;
     int last = std::max({stage.steps(), consume.steps() + lag, gather.steps() + 2 * lag});
     for (int i = 0; i < last; ++i) {
-      if (i < stage.steps()) as(source()), stage.step(i);
-      if (i >= lag && i - lag < consume.steps()) as(reader()), consume.step(i - lag);
-      if (i >= 2 * lag && i - 2 * lag < gather.steps()) as(gatherer()), gather.step(i - 2 * lag);
+      step(source(), stage, i);
+      step(reader(), consume, i - lag);
+      step(gatherer(), gather, i - 2 * lag);
     }
     end(source(), stage);
     end(reader(), consume);
     end(gatherer(), gather);
   }
 
+  // As early as can be, or, where the hint is not taken, as late.
+  void ahead(Place from, Range range) {
+    starts("ahead");
+    if (!m_.random.chance(50)) return;
+    Role& r = role();
+    m_.note(&r, "reads ahead, wire [%lld, %lld)", range.lo, range.hi);
+    r.held = {from, range, std::make_shared<std::string>(load(r, view(r, r.seen), from, range))};
+    m_.yield();
+  }
   void copy(Place to, Place from, Range range) {
     starts("copy");
     Role& r = role();
-    r.queue.push_back([this, &r, seen = r.seen, to, from, range] {
+    auto held = r.held.is(from, range) ? r.held.bytes : nullptr;
+    r.queue.push_back([this, &r, seen = r.seen, to, from, range, held] {
       m_.note(&r, "copies wire [%lld, %lld)", range.lo, range.hi);
       Clock now = view(r, seen);
       knows_grants(r, to, now);
-      for_each_piece(to, from, range, [&](char* write, const char* read, i64 bytes) {
-        if (write == read) return;
-        m_.memory.read(read, bytes, r.now(), now);
-        m_.memory.write(write, bytes, r.now(), now);
-        std::memcpy(write, read, static_cast<size_t>(bytes));
-      });
+      for_each_piece(to, held ? in_slot(held->data(), range.lo) : from, range,
+                     [&](char* write, const char* read, i64 bytes) {
+                       if (write == read) return;
+                       if (!held) m_.memory.read(read, bytes, r.now(), now);
+                       m_.memory.write(write, bytes, r.now(), now);
+                       std::memcpy(write, read, static_cast<size_t>(bytes));
+                     });
       return true;
     });
     m_.yield();
@@ -276,7 +287,7 @@ class Model {
     as(r);
     behaves.open();
     r.phase = Role::Phase::steps;
-    for (int i = 0; i < behaves.steps(); ++i) behaves.step(i);
+    for (int i = 0; i < behaves.steps(); ++i) step(r, behaves, i);
     end(r, behaves);
   }
   template <class G, class C>
@@ -285,11 +296,18 @@ class Model {
     as(gatherer()), gather.open();
     reader().phase = gatherer().phase = Role::Phase::steps;
     for (int i = 0, last = std::max(consume.steps(), gather.steps() + lag); i < last; ++i) {
-      if (i < consume.steps()) as(reader()), consume.step(i);
-      if (i >= lag && i - lag < gather.steps()) as(gatherer()), gather.step(i - lag);
+      step(reader(), consume, i);
+      step(gatherer(), gather, i - lag);
     }
     end(reader(), consume);
     end(gatherer(), gather);
+  }
+  template <class R>
+  void step(Role& r, R& behaves, int i) {
+    if (i < 0 || i >= behaves.steps()) return;
+    as(r);
+    behaves.step(i);
+    r.held = {};
   }
   template <class R>
   void end(Role& r, R& behaves) {
@@ -437,16 +455,23 @@ class Model {
     return text;
   }
 
+  // What lies in a place; nothing in particular between two items.
+  std::string load(Role& r, const Clock& now, const Place& from, Range range) {
+    std::string all(static_cast<size_t>(range.hi - range.lo), 0);
+    for_each_piece(in_slot(all.data(), range.lo), from, range, [&](char* write, const char* read, i64 bytes) {
+      m_.memory.read(read, bytes, r.now(), now);
+      std::memcpy(write, read, static_cast<size_t>(bytes));
+    });
+    return all;
+  }
+
   // -- packets
   // In order: the source is read. Then the lines go out one by one, in any order.
   void pack(Role& r, const Clock& now, const Packet& out) {
     m_.note(&r, "reads a packet, wire [%lld, %lld)", out.range.lo, out.range.hi);
     std::vector<Word> payload(static_cast<size_t>(ceil_div(out.range.hi - out.range.lo, payload_bytes)));
-    for_each_piece(in_slot(reinterpret_cast<char*>(payload.data()), out.range.lo), out.place, out.range,
-                   [&](char* write, const char* read, i64 bytes) {
-                     m_.memory.read(read, bytes, r.now(), now);
-                     std::memcpy(write, read, static_cast<size_t>(bytes));
-                   });
+    std::string bytes = load(r, now, out.place, out.range);
+    std::memcpy(payload.data(), bytes.data(), bytes.size());
     for (size_t k = 0; k < payload.size(); ++k) {
       r.loose.push_back([this, &r, now, line = tag_of(out, static_cast<i64>(k)), tag = out.tag, bytes = payload[k]] {
         if (!m_.memory.let_go(line, now)) throw Broken("a packet line is overwritten before it was read");

@@ -142,6 +142,7 @@ class Packets {
   __device__ void drain() const {}  // each step ends by itself
 
   // Rings and direct calls: other Atoms.
+  __device__ void ahead(const Place&, Range) const {}
   template <class G, class C, class S>
   __device__ void three(int, G, C, S) {}
   template <class T, class F>

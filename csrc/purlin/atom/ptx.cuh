@@ -82,6 +82,15 @@ __device__ __forceinline__ int here(int peer) {
   return peer;
 }
 
+// ---- the address that others are counted from
+
+// A compiler that knows how it came about counts each of them anew, rather than say how far from here.
+template <class T>
+__device__ __forceinline__ T* here(T* first) {
+  asm volatile("" : "+l"(first));
+  return first;
+}
+
 // ---- barriers of some of a block's threads
 
 __device__ __forceinline__ void barrier(int id, int threads) {

@@ -1,11 +1,11 @@
 // Together: all lanes of a block in lockstep, for direct calls of little: one message a peer is all there is. A team has one such block, or one a role.
 #pragma once
-#include "lanes.cuh"
+#include "ahead.cuh"
 #include "tally.cuh"
 
 namespace purlin::gpu {
 
-template <bool all_flat>
+template <bool all_flat, int threads = block_threads>
 class Together : public NoPackets {
  public:
   static constexpr bool flat = all_flat;
@@ -39,7 +39,9 @@ class Together : public NoPackets {
     if (role_ != stages) consume.open();
     if (role_ != consumes) {
       stage.open();
+      await_sent();
       stage.step(0);
+      held_.forget();  // what the same lanes copy next is another role's
       stage.close();
     }
     if (role_ != stages) {
@@ -47,10 +49,16 @@ class Together : public NoPackets {
       consume.step(0);
     }
   }
-  // From the last lane on, for the first ones wait for others.
+  // So that between a grant and the first store nothing is left to be loaded.
+  __device__ void ahead(const Place& from, Range range) {
+    if constexpr (all_flat) held_.read_ahead(from.first + range.lo, range.hi - range.lo, copiers());
+  }
   __device__ void copy(const Place& to, const Place& from, Range range) {
-    int all = static_cast<int>(blockDim.x);
-    gpu::copy(to, from, range, {all - 1 - lane(), all});
+    if constexpr (all_flat) {
+      held_.copy(to.first + range.lo, from.first + range.lo, range.hi - range.lo, copiers());
+    } else {
+      gpu::copy(to, from, range, copiers());
+    }
   }
   template <class F>
   __device__ void notify(int n, F mark) {
@@ -104,13 +112,20 @@ class Together : public NoPackets {
     if (poison_ != 0) tell_host(l_, poison_), bad = true;
     return __syncthreads_or(bad) ? Arrival::never : Arrival::yes;
   }
+  // Who looks for grants needs its count for that. Were it still on its way then, the lane would wait for all that it has asked for since.
+  __device__ void await_sent() {
+    if constexpr (all_flat) sent_ = __shfl_sync(0xffffffffu, sent_, lane() % warp);
+  }
   __device__ int lane() const { return static_cast<int>(threadIdx.x); }
+  // From the last lane on, for the first ones wait for others.
+  __device__ Lanes copiers() const { return {threads - 1 - lane(), threads}; }
   // The first lane of a warp, the last one being the first from there.
   __device__ static int from_last(int warps) { return static_cast<int>(blockDim.x) - warps * warp; }
 
   const Launch& l_;
   int team_, role_;
   Word poison_ = 0, sent_ = 0, taken_ = 0;
+  Held held_;
 };
 
 }  // namespace purlin::gpu

@@ -33,6 +33,7 @@ class Traced {
              Acting<S>{stage, Event::Role::stage});
   }
 
+  void ahead(Place from, Range range) { a_.ahead(from, range); }
   void copy(Place to, Place from, Range range) {
     i64 begin = now();
     a_.copy(to, from, range);

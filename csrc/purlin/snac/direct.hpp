@@ -44,6 +44,7 @@ struct StageDirect {
   PURLIN_FN void open() {}
   PURLIN_FN int steps() const { return 1; }
   PURLIN_FN void step(int) {
+    ahead();
     ok = granted();
     for (int p = 0; ok && p < c.peers(); ++p) push(p);
     if (ok) a.notify(c.peers(), [&](int p) { return at().live(c.pair[p].send) ? at().ready_out(p) : Mark{}; });
@@ -53,6 +54,12 @@ struct StageDirect {
            [&](int p) { return Mark{at().count(p).sent_on(Use::direct), at().sent(p) + at().live(c.pair[p].send)}; });
   }
   PURLIN_FN Direct<A> at() const { return {a, c}; }
+  // What is sent first, of an all-gather to everyone, may be read while grants are on their way: inputs are ready when the call begins, and nobody
+  // writes them before it ends.
+  PURLIN_FN void ahead() {
+    for (int p = 0; p < c.peers(); ++p)
+      if (Range range = cut(p); !range.empty()) return a.ahead(source(p), range);
+  }
   PURLIN_FN bool granted() {  // all outputs of all peers
     auto grant = [&](int i) {
       int p = c.peer_of_mark(i);
@@ -61,12 +68,11 @@ struct StageDirect {
     return a.expect(c.grants * c.peers(), grant, {Where::What::grant, Use::direct, 0}) == Arrival::yes;
   }
   PURLIN_FN void push(int p) {
-    const Pair& pair = c.pair[p];
-    Range range = pair.send.range(0, a.team(), a.teams());
-    if (range.empty()) return;
-    a.copy(in_granted<A::flat>(pair.remote, c.peer_arena(p), at().grant_in(p)), in_tensors<A::flat>(pair.send, c.input),
-           range);
+    if (Range range = cut(p); !range.empty())
+      a.copy(in_granted<A::flat>(c.pair[p].remote, c.peer_arena(p), at().grant_in(p)), source(p), range);
   }
+  PURLIN_FN Range cut(int p) const { return c.pair[p].send.range(0, a.team(), a.teams()); }
+  PURLIN_FN Place source(int p) const { return in_tensors<A::flat>(c.pair[p].send, c.input); }
 };
 
 template <class A>
