@@ -31,7 +31,16 @@ from purlin_core.plan import (
 )
 from purlin_core.reference import check_op, check_reducible
 from purlin_core.spec import Op, Spec, check_sizes
-from purlin_core.tune import IN_PLACE_PARTS_TEAM_BYTES, Regime, Schedule, Scratch, Tuning, choose, with_parts
+from purlin_core.tune import (
+    IN_PLACE_PARTS_TEAM_BYTES,
+    Regime,
+    Schedule,
+    Scratch,
+    Tuning,
+    choose,
+    copying_roles,
+    with_parts,
+)
 
 # end the text of a call
 GRANTED = ", into granted outputs"  # peers write them
@@ -130,6 +139,7 @@ def prepare(site: Site, asked: Asked, tensors: Sequence[Tensor], out: Sequence[T
         name=name,
         ranks=site.ranks,
         blocks=site.blocks,
+        own=moves.own_from.bytes,
     )
     if schedule.regime is not Regime.PACKET and name == "all_reduce":
         moves = plan_moves(operands, site.rank, site.ranks, all_reduce=AllReduce.JOINED, call=asked.call)
@@ -164,7 +174,8 @@ def prepare_all_to_all(
     why = "no rank knows the sizes between the others"
     schedule = Schedule(Regime.STAGED, site.scratch.teams, site.scratch.slots // 2, why)
     if site.tuning.gpu:
-        schedule = with_parts(schedule, largest=_largest_own(moves), blocks=site.blocks, roles=2)
+        roles = copying_roles(schedule, moves.own_from.bytes)
+        schedule = with_parts(schedule, largest=_largest_own(moves), blocks=site.blocks, roles=roles)
     text = f"{asked.call} with sizes, rows of {tuple(x.shape[1:])} {_name(x.dtype)}"
     memories = (Memory.of("x", x),), (Memory.of("out", out),)
     arguments = plan_arguments(site.rank, site.ranks, moves, schedule, text, asked.op, x.dtype, memories, ())
@@ -182,14 +193,20 @@ def in_place(site: Site, prepared: Prepared, at: Sequence[int], to: Sequence[int
     outputs = [replace(out, address=address) for out, address in zip(prepared.outputs, to, strict=True)]
     specs = [operand.spec for operand in prepared.operands]
     check_alias(prepared.moves, inputs, outputs, specs=specs, call=prepared.text.partition(" ")[0])
-    schedule = prepared.schedule
-    if schedule.regime is Regime.DIRECT and _largest_own(prepared.moves) < schedule.teams * IN_PLACE_PARTS_TEAM_BYTES:
-        schedule = replace(schedule, parts=1)
+    schedule = replace(prepared.schedule, parts=_parts_in_place(prepared))
     arguments = {**prepared.arguments, "overlap_allowed": True, "parts": schedule.parts}
     native = site.plan(arguments)
     return replace(
         prepared, native=native, arguments=arguments, schedule=schedule, overlapping=True, calls=0, captured=False
     )
+
+
+def _parts_in_place(prepared: Prepared) -> int:
+    """A gather in place copies nothing at home, so nobody has a block for that."""
+    schedule = prepared.schedule
+    if schedule.regime is Regime.DIRECT and _largest_own(prepared.moves) < schedule.teams * IN_PLACE_PARTS_TEAM_BYTES:
+        return 1
+    return min(schedule.parts, 2) if prepared.moves.kind is Kind.COPY else schedule.parts
 
 
 # ---- what is asked for, checked

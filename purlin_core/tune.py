@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -30,6 +30,7 @@ GRANTED_SUM_PACKET_BYTES = 256 * KIB  # the same of a reduction
 # What a team is given before there is another one.
 PACKET_TEAM_BYTES, CHUNK_TEAM_BYTES = 4 * KIB, 16 * KIB
 # From here on a team on a GPU has a block for each of its roles: in one, what it copies at home holds up what it sends. Second: in a direct call.
+# Through rings as many bytes that stay at home have a block of their own, too: else they hold up what is taken.
 PARTS_TEAM_BYTES, DIRECT_PARTS_TEAM_BYTES = 64 * KIB, 16 * KIB
 # In place a direct call copies nothing at home, and lanes of one block are as fast until bulk copies are so by themselves.
 IN_PLACE_PARTS_TEAM_BYTES = 512 * KIB
@@ -215,26 +216,37 @@ def choose(
     name: str,
     ranks: int,
     blocks: int = 0,
+    own: int = 0,
 ) -> Schedule:
     """The schedule of a call `name` (Spec.kind_name) of `kind` whose largest message of one rank to another has `largest` bytes.
 
     `kind` and `largest` are those of an all-reduce in one exchange, where it is one. `granted`: what peers write or read of a direct call
     lies in the arena's heap: its outputs, or the inputs of a reduce-scatter.
-    `blocks`: how many of the GPU's the call may take, beyond one a team.
+    `blocks`: how many of the GPU's the call may take, beyond one a team. `own`: bytes that this rank copies at home; no other rank needs to
+    know them, for they decide about its blocks alone.
     """
     if not tuning.gpu:
         return _of_host(kind, scratch, largest, granted, name)
     schedule = _of_gpu(tuning, kind, scratch, largest, granted, name, ranks)
     if kind is not Kind.COPY and schedule.regime is Regime.DIRECT:  # all lanes of a block add
         return schedule
-    return with_parts(schedule, largest=largest, blocks=blocks, roles=3 if name == "all_reduce" else 2)
+    adding_roles = (3,) if name == "all_reduce" else (2,)
+    roles = copying_roles(schedule, own) if kind is Kind.COPY else adding_roles
+    return with_parts(schedule, largest=largest, blocks=blocks, roles=roles)
 
 
-def with_parts(schedule: Schedule, *, largest: int, blocks: int, roles: int) -> Schedule:
-    """A block for each of the `roles` of a team, where the largest message has `largest` bytes and `blocks` are enough for all."""
+def copying_roles(schedule: Schedule, own: int) -> tuple[int, ...]:
+    """How many roles a team of a copy may have, the most first, where `own` bytes are copied at home: through rings that is a role, if many."""
+    third = schedule.regime is Regime.STAGED and own >= schedule.teams * PARTS_TEAM_BYTES
+    return (3, 2) if third else (2,)
+
+
+def with_parts(schedule: Schedule, *, largest: int, blocks: int, roles: Sequence[int]) -> Schedule:
+    """A block for each role of a team, where the largest message has `largest` bytes: the first of `roles` that `blocks` are enough for, else 1."""
     bound = DIRECT_PARTS_TEAM_BYTES if schedule.regime is Regime.DIRECT else PARTS_TEAM_BYTES
-    large = schedule.regime is not Regime.PACKET and largest >= schedule.teams * bound
-    return replace(schedule, parts=roles if large and roles * schedule.teams <= blocks else 1)
+    if schedule.regime is Regime.PACKET or largest < schedule.teams * bound:
+        return replace(schedule, parts=1)
+    return replace(schedule, parts=next((parts for parts in roles if parts * schedule.teams <= blocks), 1))
 
 
 def _of_gpu(

@@ -20,7 +20,7 @@ template <int ranks>
 __global__ void __launch_bounds__(2 * relay_threads, 1)
     direct_bulk_kernel(const __grid_constant__ Launches<ranks> all) {
   extern __shared__ __align__(128) char memory[];
-  by_relay(all, memory, [](auto& hands, const Call& call) { snac::direct(hands, call); });
+  by_relay(all, memory, [](auto& hands, const Call& call, int) { snac::direct(hands, call); });
 }
 
 template <bool flat>

@@ -1,5 +1,5 @@
-// How kernels whose two roles run side by side, in one block or in two, begin and end: shared memory laid out, counts read, hands made. call(hands, call)
-// is the protocol's.
+// How kernels whose roles run side by side, two in one block or each in one of its own, begin and end: shared memory laid out, counts read, hands made.
+// call(hands, call) is the protocol's; that of Relay, of whose roles there may be three, is told the team's blocks, too.
 #pragma once
 #include "../purlin/atom/apart.cuh"
 #include "../purlin/atom/relay.cuh"
@@ -16,9 +16,10 @@ __device__ __forceinline__ void by_relay(const Launches<ranks>& all, char* memor
   auto [launch, parts, team, role, thread] = part<relay_threads, relay_threads>(all);
   if (threadIdx.x < 2) all_cells[threadIdx.x].init();
   tally.read(launch.call, team);
-  Relay hands(launch, team, role, thread, all_cells + role, memory + (parts == 1 ? role * role_bytes : 0), &tally);
+  int place = parts == 1 ? role : 0;  // in shared memory
+  Relay hands(launch, team, role, thread, all_cells + place, memory + place * role_bytes, &tally);
   if (!hands.enter()) return;
-  call(hands, launch.call);
+  call(hands, launch.call, parts);
   hands.leave();
 }
 

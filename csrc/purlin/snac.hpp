@@ -26,8 +26,13 @@ PURLIN_FN void direct_sum(A& a, const Call& c) {
   a.both(0, ConsumeSums<A>{a, c}, StageSums<A>{a, c});
 }
 template <Atom A>
-PURLIN_FN void staged_copy(A& a, const Call& c) {
-  a.both(c.lag, Consume<A>{a, c}, Stage<A>{a, c});
+PURLIN_FN void staged_copy(A& a, const Call& c, AtHome at_home) {
+  Consume<A> consume{a, c, Use::ring, at_home};
+  if (at_home == AtHome::apart) {
+    a.three(c.lag, CopyOwn<A>{a, c}, consume, Stage<A>{a, c});
+  } else {
+    a.both(c.lag, consume, Stage<A>{a, c});
+  }
 }
 // The hands that stage, and those that gather, may be others than those that add.
 template <Atom A, Atom B, Atom C>
@@ -45,7 +50,7 @@ PURLIN_FN void run(A& a, const Call& c) {
   switch (c.regime) {
     case Regime::packet: packets(a, c); break;
     case Regime::direct: c.kind == Kind::copy ? direct(a, c) : direct_sum(a, c); break;
-    case Regime::staged: c.kind == Kind::copy ? staged_copy(a, c) : staged_sum(a, a, a, c); break;
+    case Regime::staged: c.kind == Kind::copy ? staged_copy(a, c, home_of(c.parts)) : staged_sum(a, a, a, c); break;
   }
   a.leave();
 }

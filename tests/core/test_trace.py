@@ -114,6 +114,31 @@ def test_what_is_seen_was_told_before(ranks: int, teams: int, regime: str, call:
         assert told[key]["ts"] <= end(event) and staged[key]["args"]["wire_bytes"] == event["args"]["wire_bytes"]
 
 
+@pytest.mark.parametrize(("ranks", "teams"), WORLDS)
+def test_a_role_of_its_own_copies_the_same_at_home(ranks: int, teams: int, tmp_path: Path) -> None:
+    def call(comm: Communicator, parts: int) -> Tensor:
+        x = torch.arange(101.0) + 1000 * comm.rank
+        prepared = comm.plan([x], "n@ -> n", call="redistribute")
+        prepared.native = comm._calls.tie.site.plan({**prepared.arguments, "parts": parts})
+        out = comm.redistribute(x, "n@ -> n")
+        assert prepared.calls == 1
+        return out
+
+    acts = []
+    for parts in (1, 2, 3):
+        with world_of(ranks, "staged", teams=teams, slot_bytes=SLOT_BYTES) as world:
+            path = tmp_path / f"{parts}.json"
+            with purlin_core.trace(path):
+                outs = world.run(lambda comm, parts=parts: call(comm, parts))
+        assert all(torch.equal(out, torch.cat([torch.arange(101.0) + 1000 * r for r in range(ranks)])) for out in outs)
+        all_acts = slices(read(path), "own", "stage", "notify", "expect", "consume")
+        acts.append(
+            Counter((rank_of(act), act["cat"], act["args"]["team"], act["args"]["wire_bytes"]) for act in all_acts)
+        )
+        assert sum(act["args"]["wire_bytes"] for act in all_acts if act["cat"] == "own") >= ranks * 4 * 101
+    assert acts[0] == acts[1] == acts[2]
+
+
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize(("ranks", "teams"), WORLDS)

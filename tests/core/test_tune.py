@@ -46,10 +46,17 @@ CALLS = {
 
 
 def chosen(
-    tuning: Tuning, ranks: int, largest: int, *, name: str = "all_gather", granted: bool = False, blocks: int = 0
+    tuning: Tuning,
+    ranks: int,
+    largest: int,
+    *,
+    name: str = "all_gather",
+    granted: bool = False,
+    blocks: int = 0,
+    own: int = 0,
 ) -> Schedule:
-    scratch = cuda_scratch(ranks)
-    return choose(tuning, CALLS[name], scratch, largest=largest, granted=granted, name=name, ranks=ranks, blocks=blocks)
+    asked: dict[str, Any] = {"largest": largest, "granted": granted, "name": name, "ranks": ranks}
+    return choose(tuning, CALLS[name], cuda_scratch(ranks), blocks=blocks, own=own, **asked)
 
 
 # ---- how large an inbox is
@@ -144,13 +151,33 @@ def test_each_role_of_a_team_has_a_block_where_messages_are_large_and_all_find_r
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("granted", [False, True])
+def test_what_stays_at_home_has_a_block_in_copies_through_rings_where_it_is_large_and_all_find_room(
+    name: str, granted: bool
+) -> None:
+    seen = set()
+    for blocks in (0, 32, 63, 64, 95, 96, 132):
+        for size in SIZES:
+            without = chosen(RULES, 2, size, name=name, granted=granted, blocks=blocks)
+            for own in (0, 16, size // 2, size, SIZES[-1]):
+                schedule = chosen(RULES, 2, size, name=name, granted=granted, blocks=blocks, own=own)
+                rings = schedule.regime is Regime.STAGED and CALLS[name] is Kind.COPY
+                large = min(size, own) >= schedule.teams * PARTS_TEAM_BYTES
+                third = rings and large and 3 * schedule.teams <= blocks
+                assert schedule == replace(without, parts=3 if third else without.parts)
+                assert schedule.ctas <= max(blocks, schedule.teams)
+                seen.add(third)
+    assert (True in seen) == (CALLS[name] is Kind.COPY and not granted)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("granted", [False, True])
 def test_within_a_budget_no_call_takes_more_blocks(name: str, granted: bool) -> None:
     nothing: Any = None
     site = Site(0, 2, cuda_scratch(2), nothing, nothing, RULES, blocks=132)
     for budget in (1, 3, 8, 16, 64, 500):
         few = site.within(budget)
         for size in SIZES:
-            asked = {"largest": size, "granted": granted, "name": name, "ranks": 2}
+            asked: dict[str, Any] = {"largest": size, "granted": granted, "name": name, "ranks": 2, "own": size}
             schedule = choose(RULES, CALLS[name], few.scratch, blocks=few.blocks, **asked)
             assert schedule.ctas <= budget
             if schedule.regime is Regime.PACKET:

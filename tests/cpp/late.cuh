@@ -125,6 +125,8 @@ class Late {
   long long cycles_;
 };
 
+using snac::AtHome, snac::home_of;
+
 template <class A>
 __device__ void packets(A& a, const Call& c) {
   Late<A> late(a, c);
@@ -141,9 +143,9 @@ __device__ void direct_sum(A& a, const Call& c) {
   snac::direct_sum(late, c);
 }
 template <class A>
-__device__ void staged_copy(A& a, const Call& c) {
+__device__ void staged_copy(A& a, const Call& c, AtHome at_home) {
   Late<A> late(a, c);
-  snac::staged_copy(late, c);
+  snac::staged_copy(late, c, at_home);
 }
 template <class A, class B, class C>
 __device__ void staged_sum(A& adding, B& staging, C& gathering, const Call& c) {

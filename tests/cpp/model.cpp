@@ -100,6 +100,7 @@ class Run {
   }
   bool call(int r, int plan) {
     Call c = world_.call(plan, r);
+    c.parts = machine_.random.chance(50) ? 3 : 1;
     model::Rank& rank = ranks_[static_cast<size_t>(r)];
     rank.start = rank.host;
     auto team = [&](int t, model::Roles roles) {

@@ -184,11 +184,16 @@ inline RouteText text_of(const Route& route) {
   }
   return text;
 }
-// Half of the plans that leave room for it have a block for each role, where there are blocks.
+// Half of the plans that leave room for it have a block for each role, where there are blocks. In copies through rings what stays at home may be a role, too,
+// of all ranks or of half of them.
+inline bool copies_apart(const Call& c) {
+  bool all = (c.signature & 16) != 0, half = (c.signature & 32) != 0;
+  return c.kind == Kind::copy && c.regime == Regime::staged && all && !(half && c.rank % 2 != 0);
+}
 inline int parts_of(const Call& c) {
   constexpr int room = 96;  // of what any GPU with bulk copies has
   if (c.kind != Kind::copy && c.regime == Regime::direct) return 1;
-  int roles = c.kind == Kind::all_reduce ? 3 : 2;
+  int roles = c.kind == Kind::all_reduce || copies_apart(c) ? 3 : 2;
   return roles * c.teams * c.ranks <= room && (c.signature & 8) != 0 ? roles : 1;
 }
 

@@ -58,6 +58,7 @@ class Run {
   }
   void call(Random& random, int r, int plan) {
     Call c = world_.call(plan, r);
+    c.parts = random.chance(50) ? 3 : 1;
     auto team = [&](int t) {
       cpu::Host host;
       host.timeout = std::chrono::seconds(8);

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from purlin_core import Communicator, MismatchError
 from purlin_core.spec import Spec
+from purlin_core.tune import cuda_scratch
 from tests.core.worlds import errors_of, random_tensor, same_bits
 from tests.gpu.devices import DEVICE, gpu_world, settled
 
@@ -78,6 +81,44 @@ def test_large_calls_in_place(granted: bool) -> None:
         for whole, total in results:
             assert same_bits(whole.cpu(), torch.cat(xs))
             assert same_bits(total.cpu(), xs[0] + xs[1])
+
+
+@pytest.mark.parametrize("way", ["fused", "streams"])
+def test_copies_through_rings_have_a_third_block_for_what_stays_at_home(way: str) -> None:
+    xs = inputs_of(3)
+    placed = [x.to(DEVICE) for x in xs]
+    with gpu_world(2, way, scratch=replace(cuda_scratch(2), teams=8)) as world:
+        for spec in ("r@ c -> r c", "r@ c -> r c@", "r@ c -> c r"):
+
+            def call(comm: Communicator, spec: str = spec) -> tuple[int, list[Tensor]]:
+                parts = comm.plan([placed[comm.rank]], spec, call="redistribute").schedule.parts
+                return parts, [comm.redistribute(placed[comm.rank], spec) for _ in range(2)]
+
+            results = world.run(call)
+            settled(world)
+            wanted = Spec.parse(spec).reference(xs)
+            for rank, (parts, outs) in enumerate(results):
+                assert parts == 3
+                assert all(same_bits(out.cpu(), wanted[rank]) for out in outs), f"{spec}, rank {rank}"
+
+
+@pytest.mark.parametrize("way", ["fused", "streams"])
+def test_a_rank_in_place_and_one_apart_have_blocks_of_their_own_count(way: str) -> None:
+    """The one in place copies nothing at home: two blocks a team, beside three; in one launch two for both."""
+    xs = inputs_of(5)
+    wholes = [torch.empty((2 * ROWS, WIDTH), dtype=torch.int16, device=DEVICE) for _ in xs]
+    mine = [wholes[0][:ROWS], torch.empty((ROWS, WIDTH), dtype=torch.int16, device=DEVICE)]
+    for x, there in zip(xs, mine, strict=True):
+        there.copy_(x)
+    with gpu_world(2, way, scratch=replace(cuda_scratch(2), teams=8)) as world:
+
+        def call(comm: Communicator) -> None:
+            for _ in range(2):
+                comm.all_gather_into_tensor(wholes[comm.rank], mine[comm.rank])
+
+        world.run(call)
+        settled(world)
+        assert all(same_bits(whole.cpu(), torch.cat(xs)) for whole in wholes)
 
 
 @pytest.mark.parametrize("blocks", [1, 8, 17])

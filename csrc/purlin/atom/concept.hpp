@@ -91,7 +91,7 @@ concept Atom = requires(A a, int n, Place place, Range range, Sum sum, Where whe
   // Run a consuming and a staging role, side by side or in lockstep with consume.step n behind: each opens (consume
   // first), takes its steps, drains, closes.
   a.both(n, role, role);
-  // The same with a second consuming role, n steps behind the first: gathering, consuming, staging.
+  // The same with a third role, which in lockstep is n steps behind the one that consumes: gathering, consuming, staging.
   a.three(n, role, role, role);
   // Start: the wire bytes of `range`, to a place, from a place.
   a.copy(place, place, range);

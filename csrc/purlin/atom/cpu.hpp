@@ -272,6 +272,7 @@ class Cpu {
     role_ = role;
     behaves.open();
     for (int i = 0; i < behaves.steps(); ++i) behaves.step(i);
+    settle();  // leave() does it on one thread, for the stores of that thread alone
     behaves.close();
   }
   // Too much to find in a cache afterwards?

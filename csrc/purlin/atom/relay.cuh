@@ -74,6 +74,18 @@ class Relay : public RingHands {
         x_(x),
         memory_(memory) {}
 
+  // Hands that carry take no turns: there are three roles where the team has three blocks.
+  template <class G, class C, class S>
+  __device__ void three(int, G gather, C consume, S stage) {
+    if (role_ == stages) {
+      play(stage);
+    } else if (role_ == consumes) {
+      play(consume);
+    } else if (role_ == gathers) {
+      play(gather);
+    }
+  }
+
   __device__ void copy(const Place& to, const Place& from, Range range) {
     if (to.flat() && from.flat() && to.first == from.first) return;
     if (!is_even(to, range) || !is_even(from, range)) return carry_odd(to, from, range);
