@@ -112,7 +112,7 @@ MUTANTS = (
                  (("__syncthreads(); store_marks(n, mark, lane(), ptx::store_release);", "store_marks(n, mark, lane(), ptx::store_release);"),),
                  ("direct",)),
     Mutant("direct: what was read ahead for one is sent to all", AHEAD, GRANTS,
-                 (("if (from + at != ahead_ || vectors != vectors_) {", "if (!ahead_) {"),), ("direct",)),
+                 (("if (from != ahead_ || vectors != vectors_) read", "if (!ahead_) read"),), ("direct",)),
     Mutant("direct sums: no wait for what is lent", DIRECT_SUMS, LENT, (("range.empty() || !lent()) return;", "range.empty()) return;"),),
                  ("direct_sums",)),
     Mutant("direct sums: told before it is summed", DIRECT_SUMS, LENT, (swap(LENT_ADD, LENT_NOTIFY),), ("direct_sums",)),
