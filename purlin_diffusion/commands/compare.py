@@ -16,6 +16,7 @@ from purlin_diffusion.commands.telling import Telling
 from purlin_diffusion.commands.timing.record import gpu_names
 from purlin_diffusion.commands.timing.rows import Result, Row, median
 from purlin_diffusion.commands.timing.table import ended_early, reasons
+from purlin_diffusion.commands.timing.warmth import unlike
 
 FULL, SMALL = "random:flux.1-dev", "digits"
 ROOM_BYTES = 48e9  # of GPU memory, for the full one: 24e9 of weights, and what a picture and a copy's graphs need
@@ -73,6 +74,7 @@ def told(result: Result) -> Iterator[str]:
     yield ""
     yield from unknown(result)
     yield from ended_early(result)
+    yield from unlike(result.warmth)
     asked = result.asked
     yield f"{asked.repeats} repeats, interleaved, after {asked.warmup} warm-up each. Plots: latency --html FILE"
 

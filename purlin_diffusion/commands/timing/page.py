@@ -28,6 +28,7 @@ from purlin_diffusion.commands.timing.table import (
     truths,
     unwatchable,
 )
+from purlin_diffusion.commands.timing.warmth import said, unlike
 
 STYLE = Path(__file__).with_name("page.css")
 
@@ -66,7 +67,7 @@ def figures(result: Result) -> Iterator[str]:
     yield "<p>Bars are medians, lines go from the least to the most; then how many times as fast as the best of one rank, eager.</p>"
     yield table(TITLES, names_by_how(result))
     yield "<h2>What was measured</h2>" + table(DETAILS, [details(row) for row in result.measured])
-    yield paragraphs(ended_early(result))
+    yield paragraphs([*said(result.warmth), *unlike(result.warmth), *ended_early(result)])
     if true := truths(result):
         yield f"<h2>Errors</h2><p>{escape(TRUTH_SAYS)}</p>" + table(TRUTH, true)
     if hosts := host_lines(result):

@@ -14,7 +14,7 @@ from purlin_diffusion.commands.exits import InputError
 from purlin_diffusion.commands.options import Options
 from purlin_diffusion.commands.picture import Seconds, call, call_arguments
 from purlin_diffusion.commands.ranks import here, place, places
-from purlin_diffusion.commands.timing import memory
+from purlin_diffusion.commands.timing import memory, warmth
 from purlin_diffusion.commands.timing.likeness import Likeness
 from purlin_diffusion.commands.timing.modes import Asked, Mode, cannot, modes
 from purlin_diffusion.commands.timing.opened import Pipes, Ready
@@ -112,6 +112,7 @@ class Rank:
             return Visit(mode, cannot=why)
         with seen_outputs(ready.pipe) as outputs:
             images, seconds = self.draw(mode, ready)
+            warm = warmth.read(self.devices(mode))  # at once: it cools
         found = graphs(ready)
         if mode.graph and (found is None or found.replays == 0):
             return Visit(
@@ -119,7 +120,8 @@ class Rank:
             )
         many = mode.ranks if mode.kind == "split" else 1
         image = array(images)
-        return Visit(mode, seconds, many, likeness=self.liken(mode, image), error=self.error(outputs), graphs=found)
+        likeness, error = self.liken(mode, image), self.error(outputs)
+        return Visit(mode, seconds, many, warmth=warm, likeness=likeness, error=error, graphs=found)
 
     def shown(self, mode: Mode, ready: Ready) -> Visit:
         gpu = place(self.options) != "cpu"
@@ -147,7 +149,7 @@ class Rank:
         return call(ready.pipe, arguments, seed=seed, output="latent" if short else "pt")
 
     def devices(self, mode: Mode) -> list[str]:
-        """Those at whose memory this process looks."""
+        """Those at whose memory and warmth this process looks."""
         many = mode.kind == "balanced" or (mode.kind == "ours" and self.options.mode == "threads")
         return places(self.options) if many else [place(self.options)]
 

@@ -16,6 +16,7 @@ from purlin_diffusion.commands.machine import cores, versions
 from purlin_diffusion.commands.picture import call_arguments
 from purlin_diffusion.commands.timing.rows import Result, Row, Spread
 from purlin_diffusion.commands.timing.visit import Visit
+from purlin_diffusion.commands.timing.warmth import on_record
 
 HERE = Path(__file__).resolve().parent
 
@@ -76,6 +77,7 @@ def row_facts(row: Row) -> dict[str, Any]:
         "total_s_high": or_none(total.most),
         "images_per_s": row.images_per_s,
         "memory_gb": row.memory_gb,
+        **on_record(row.warmth),
         "exchange_ms_per_step": row.profile.exchange_ms if row.profile else None,
         "exchange_share": row.profile.share if row.profile else None,
         "syncs_per_step": row.profile.syncs if row.profile else None,

@@ -13,6 +13,7 @@ from purlin_diffusion.commands.timing.modes import Asked, Mode, cannot, modes
 from purlin_diffusion.commands.timing.profile import Profile
 from purlin_diffusion.commands.timing.truth import MOST, Error
 from purlin_diffusion.commands.timing.visit import DEFECT, Graphs, Visit
+from purlin_diffusion.commands.timing.warmth import Warmth, Warmths
 from purlin_diffusion.commands.timing.watch import Host
 
 NOT_REACHED = "not reached: the run ended before"
@@ -51,6 +52,7 @@ class Row:
     images_per_s: float | None = None
     speedup: float | None = None
     memory_gb: float | None = None
+    warmth: tuple[tuple[Warmth, ...], ...] = ()  # [repeat][GPU], by rank
     likeness: Likeness | None = None
     error: Error | None = None
     over_one: tuple[float, float] | None = None
@@ -85,6 +87,11 @@ class Result:
     @property
     def measured(self) -> list[Row]:
         return [each for each in self.rows if each.whole_s]
+
+    @property
+    def warmth(self) -> dict[str, Warmths]:
+        """Of the modes that were measured, by their titles."""
+        return {row.mode.title: row.warmth for row in self.measured}
 
     @property
     def sound(self) -> bool:
@@ -134,6 +141,7 @@ def row(mode: Mode, visits: Sequence[Sequence[Visit]]) -> Row:
         decode_s=slowest([[seconds.decode for seconds, _ in repeat] for repeat in timed]),
         images_per_s=timed[0][0][1] / whole.median,
         memory_gb=max((visit.memory_gb for visit in every if visit.memory_gb is not None), default=None),
+        warmth=tuple(tuple(gpu for visit in repeat for gpu in visit.warmth) for repeat in repeats if repeat),
         likeness=max((v.likeness for v in every if v.likeness), key=lambda each: each.max_abs, default=None),
         error=max((v.error for v in every if v.error), key=lambda each: each.picture, default=None),
         graphs=next((visit.graphs for visit in reversed(every) if visit.graphs), None),

@@ -10,6 +10,7 @@ from purlin_diffusion.commands.ranks import places, sharing
 from purlin_diffusion.commands.timing.modes import HOWS
 from purlin_diffusion.commands.timing.rows import Result, Row
 from purlin_diffusion.commands.timing.truth import MOST
+from purlin_diffusion.commands.timing.warmth import said, unlike
 
 TITLES = ("mode", *HOWS)
 DETAILS = (
@@ -40,6 +41,7 @@ def text(result: Result) -> str:
     if result.measured:
         parts.append("A picture, ms: median (least to most).\n\n" + markdown(TITLES, names_by_how(result)))
         parts.append(markdown(DETAILS, [details(row) for row in result.measured]))
+        parts += [*said(result.warmth), *unlike(result.warmth)]
     if true := truths(result):
         parts.append(f"{TRUTH_SAYS}\n\n" + markdown(TRUTH, true))
     if hosts := host_lines(result):

@@ -15,6 +15,7 @@ from purlin_diffusion.commands.timing.likeness import Likeness
 from purlin_diffusion.commands.timing.modes import Mode
 from purlin_diffusion.commands.timing.profile import Profile
 from purlin_diffusion.commands.timing.truth import Error
+from purlin_diffusion.commands.timing.warmth import Warmth
 from purlin_diffusion.commands.timing.watch import Host
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class Visit:
     seconds: Seconds | None = None
     images: int = 1
     memory_gb: float | None = None
+    warmth: tuple[Warmth, ...] = ()  # of its GPUs, right after the call
     likeness: Likeness | None = None
     error: Error | None = None
     graphs: Graphs | None = None
