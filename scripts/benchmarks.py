@@ -44,9 +44,19 @@ PICTURE_FIELDS = (
     *("decode_ms", "host_ms_per_step", "error_call_over_one"),
 )
 NOT_RUN = "not run"
+WORLDS = ("processes", "local")  # in this order
 HEAD = """# Benchmarks
 
-Made from scripts/record/*.jsonl by `python scripts/benchmarks.py`; not edited by hand. Microseconds a call: the median over rounds of the slowest
+Made from scripts/record/*.jsonl by `python scripts/benchmarks.py`; not edited by hand. First whole pictures, by `python -m purlin_diffusion latency`,
+then collectives, by `python scripts/bench_collectives.py`.
+"""
+PICTURES_HEAD = """# Pictures
+
+Milliseconds a step: the median over repeats, in which all modes took turns on the same machine.
+"""
+COLLECTIVES_HEAD = """# Collectives
+
+Microseconds a call: the median over rounds of the slowest
 rank's time, in which all columns took turns on the same machine, replaying CUDA graphs of chained calls, or, where it says so, calling from Python.
 Buffers rotate beyond the L2 cache; where only buffers within it were measured, the size is marked `hot`. Bytes are those of the whole message, of an
 all-gather its output, of the others their input. GB/s is bus bandwidth as nccl-tests defines it, 1e9 bytes a second, of our fastest. Where the name
@@ -92,15 +102,16 @@ def pictures_on_record(path: Path = PICTURES) -> list[Mapping[str, Any]]:
 def text_of(lines: Iterable[Line], pictures: Iterable[Mapping[str, Any]] = ()) -> str:
     """The whole file."""
     every = newest(lines)
-    places = sorted({(line.world, line.ranks, line.gpus) for line in every})
-    parts = [
-        HEAD,
-        *(_place(*place, [line for line in every if (line.world, line.ranks, line.gpus) == place]) for place in places),
+    places = sorted(
+        {(line.world, line.ranks, line.gpus) for line in every}, key=lambda place: (WORLDS.index(place[0]), place)
+    )
+    parts = [HEAD, PICTURES_HEAD, *(_pictures(list(pictures)) or [f"{NOT_RUN}\n"]), COLLECTIVES_HEAD]
+    parts += [
+        _place(*place, [line for line in every if (line.world, line.ranks, line.gpus) == place]) for place in places
     ]
-    for world, where in (("local", "One GPU"), ("processes", "Several GPUs")):
+    for world, where in zip(WORLDS, ("Several GPUs", "One GPU"), strict=True):
         if not any(line.world == world for line in every):
             parts.append(f"## {where}\n\n{NOT_RUN}\n")
-    parts += _pictures(list(pictures))
     return "\n".join(parts)
 
 
@@ -141,7 +152,7 @@ def _collective(name: str, mode: str, dtype: str, lines: Sequence[Line]) -> str:
         parts += [f"- {text}" for text in _reasons(chosen)]
     forced = [line for line in lines if line.forced and line.us is not None]
     if forced:
-        parts += ["", "By regime and CTA budget:\n", *_forced(forced)]
+        parts += ["", "<details><summary>By regime and CTA budget</summary>\n", *_forced(forced), "\n</details>"]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -268,7 +279,7 @@ def _row(cells: Iterable[str]) -> str:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _pictures(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _pictures(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Of each machine kind, model, size, step count and world the runs of which no newer one timed all the modes."""
     ranks = {run: max(line["ranks"] for line in lines if line["run"] == run) for run in {line["run"] for line in lines}}
     runs: dict[tuple[tuple[object, ...], str, str], list[Mapping[str, Any]]] = {}
@@ -281,8 +292,13 @@ def _pictures(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         newer = [other for other in kept if other[0] == key[0]]
         if not any(_timed(runs[key]) <= _timed(runs[other]) for other in newer):
             kept.append(key)
-    for key in reversed(kept):
-        yield _run_of_pictures(runs[key])
+    return [_run_of_pictures(runs[key]) for key in sorted(kept, key=lambda key: (-_count(key[0][0]), str(key)))]
+
+
+def _count(gpus: object) -> int:
+    """Of "2 x NVIDIA H200"; 0 of a machine without."""
+    count, _, name = str(gpus).partition(" x ")
+    return int(count) if name and count.isdigit() else 0
 
 
 def _timed(run: Sequence[Mapping[str, Any]]) -> set[tuple[str, str]]:
@@ -309,7 +325,7 @@ def _run_of_pictures(lines: Sequence[Mapping[str, Any]]) -> str:
         "PSNR, dB",
     ]
     parts = [
-        f"## A picture: {first['model']}, {first['size']}, {first['steps']} steps, {ranks}, {where}, {first['date'][:16]}\n",
+        f"## {first['model']}, {first['size']}, {first['steps']} steps, {ranks}, {where}, {first['date'][:16]}\n",
         f"{first['date']}, commit {first['commit']}, {first['machine']}, "
         + ", ".join(" ".join(pair) for pair in first["versions"].items())
         + "\n",

@@ -39,7 +39,7 @@ def test_benchmarks_shows_the_newest_run_of_pictures(two: Result) -> None:
     old = [{**line, "date": "2030-01-01", "run": "old", "commit": "older"} for line in record.lines(two)]
     text = benchmarks.text_of([], [*new, *old])
     assert text == benchmarks.text_of([], [*old, *new])
-    assert text.count("## A picture: tiny:flux, 64x48, 2 steps, 2 ranks") == 1
+    assert text.count("## tiny:flux, 64x48, 2 steps, 2 ranks") == 1
     assert "commit newer" in text and "commit older" not in text
     assert "| ours | eager | 2 |" in text
     assert "- ours (graph, compile+graph): a CUDA graph needs a GPU" in text and "not asked for" not in text
@@ -55,7 +55,7 @@ def test_benchmarks_keeps_an_older_run_that_timed_more(two: Result) -> None:
         (graphs, [{**line, "graph": False, "run": "new", "date": "2031"} for line in old]),
     ):
         text = benchmarks.text_of([], [*after, *before])
-        assert text.count("## A picture: tiny:flux, 64x48, 2 steps, 2 ranks") == 2
+        assert text.count("## tiny:flux, 64x48, 2 steps, 2 ranks") == 2
         assert text.index(f"{before[0]['date']}, commit") < text.index(f"{after[0]['date']}, commit")
 
 
