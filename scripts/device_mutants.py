@@ -69,6 +69,8 @@ SUMS = soak("--regime", "staged", "--kind", "all-reduce")
 GRANTS = soak("--regime", "direct", "--kind", "copy")
 LENT = soak("--regime", "direct", "--kind", "all-reduce")
 READ = soak("--regime", "direct", "--kind", "reduce")
+# Two ranks, for there each lane adds as soon as all have lent; on streams of their own, for a launch of both ends when the last lane has added.
+LENT_TO_ONE = soak("--regime", "direct", "--kind", "all-reduce", "--ranks", "2", "--mode", "streams", calls=8000)
 COPIES = soak("--kind", "copy", calls=8000)
 
 # fmt: off
@@ -122,7 +124,7 @@ MUTANTS = (
     Mutant("lend: while lanes still copy", TOGETHER, LENT,
                  (("__syncthreads(); store_grants(n, line, lane(), ptx::store_line_r", "store_grants(n, line, lane(), ptx::store_line_r"),),
                  ("direct_sums",)),
-    Mutant("direct sums: notify while lanes still add", TOGETHER, LENT,
+    Mutant("direct sums: notify while lanes still add", TOGETHER, LENT_TO_ONE,
                  (("__syncthreads(); store_marks(n, mark, lane(), ptx::store_release);", "store_marks(n, mark, lane(), ptx::store_release);"),),
                  ("direct_sums",)),
     Mutant("borrow: sent on while lanes still add", BORROW, LENT,
