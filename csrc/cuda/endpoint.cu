@@ -130,6 +130,8 @@ Outcome Endpoint::run(const Plan& plan, std::span<const std::uintptr_t> inputs, 
   std::copy(s.arenas.begin(), s.arenas.end(), call.arena);
   for (std::size_t i = 0; i < inputs.size(); ++i) call.input[i] = reinterpret_cast<char*>(inputs[i]);
   for (std::size_t o = 0; o < outputs.size(); ++o) call.output[o] = reinterpret_cast<char*>(outputs[o]);
+  for (auto tensors : {inputs, outputs})
+    for (std::uintptr_t tensor : tensors) call.even &= tensor % vector_bytes == 0;
   call.counts = s.counts;
   call.counts_pitch = s.geometry.teams;
   call.progress = s.progress;

@@ -16,6 +16,7 @@ inline void check(cudaError_t error, const char* what) {
 
 inline Choice choose(const Call& call, int ranks, bool bulk) {
   bool copies = call.kind == Kind::copy;
+  bulk = bulk && call.even;  // bytes that bulk copies cannot carry take a warp of each block a unit at a time
   switch (call.regime) {
     case Regime::packet: return copies ? packets(call, ranks) : packet_sums(call, ranks);
     case Regime::direct: return copies ? direct(call, ranks, bulk) : direct_sums(call, ranks);
@@ -30,6 +31,7 @@ inline Choice choose_for_all(const Launch* launches, int ranks, bool bulk) {
   for (int r = 0; r < ranks; ++r) {
     const Call& call = launches[r].call;
     all.flat = all.flat && call.flat;
+    all.even = all.even && call.even;
     all.parts = smaller(all.parts, call.parts);
     for (int p = 0; p < call.peers(); ++p)
       all.pair[0].send.bytes = larger(all.pair[0].send.bytes, call.pair[p].send.bytes);
@@ -56,24 +58,30 @@ void for_each_choice(int ranks, bool bulk, F f) {
   Call call{};
   call.ranks = 2;
   call.teams = call.parts = 1;
-  for (bool flat : {true, false})
-    for (Regime regime : {Regime::packet, Regime::direct, Regime::staged})
-      for (i64 bytes : {i64{0}, i64{1} << 40}) {
-        call.flat = flat;
-        call.regime = regime;
-        call.pair[0].send.bytes = bytes;
-        f(choose(call, ranks, bulk));
-      }
-  call.kind = Kind::all_reduce;
-  for (bool flat : {true, false})
-    for (Regime regime : {Regime::packet, Regime::direct, Regime::staged})
-      for (Op op : {Op::sum, Op::max})
-        for (int dtype = 0; dtype <= static_cast<int>(Dtype::uint8); ++dtype) {
+  auto for_each_shape = [&](auto choice) {
+    for (bool even : {true, false})
+      for (bool flat : {true, false})
+        for (Regime regime : {Regime::packet, Regime::direct, Regime::staged}) {
+          call.even = even;
           call.flat = flat;
           call.regime = regime;
-          call.sum = {op, static_cast<Dtype>(dtype)};
-          f(choose(call, ranks, bulk));
+          choice();
         }
+  };
+  for_each_shape([&] {
+    for (i64 bytes : {i64{0}, i64{1} << 40}) {
+      call.pair[0].send.bytes = bytes;
+      f(choose(call, ranks, bulk));
+    }
+  });
+  call.kind = Kind::all_reduce;
+  for_each_shape([&] {
+    for (Op op : {Op::sum, Op::max})
+      for (int dtype = 0; dtype <= static_cast<int>(Dtype::uint8); ++dtype) {
+        call.sum = {op, static_cast<Dtype>(dtype)};
+        f(choose(call, ranks, bulk));
+      }
+  });
 }
 inline void load_kernels(int ranks, bool bulk) {
   std::size_t stack = 0;

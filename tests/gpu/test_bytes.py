@@ -185,3 +185,30 @@ def test_shapes_that_differ_between_ranks_in_layout_alone() -> None:
             settled(world)
         for rank in range(2):
             assert same_bits(outs[rank].cpu(), torch.cat([x[:, 4 * rank : 4 * rank + 4] for x in xs]))
+
+
+@pytest.mark.parametrize("granted", [False, True])
+@pytest.mark.parametrize("row", [511, 512, 514, 4096, 4099, 70_001])
+def test_rows_of_any_length_in_boxes(row: int, granted: bool) -> None:
+    """To heads: rows that lie in vectors or do not, shorter and longer than what a warp holds at once, and gaps between them."""
+    tokens, heads, gap = 9, 4, 0 if granted else 5  # peers write into what has none
+    shards = [random_tensor((tokens, heads, row), torch.uint8, row + rank) for rank in range(2)]
+    whole = torch.cat(shards)
+
+    def prepared(comm: Communicator) -> tuple[Tensor, Tensor]:
+        make = comm.empty if granted else partial(torch.empty, device=comm.device)
+        x = torch.empty((tokens, heads, row + 3), dtype=torch.uint8, device=comm.device)[..., :row]
+        out = make((2 * tokens, heads // 2, row + gap), dtype=torch.uint8).fill_(GUARD)
+        return x.copy_(shards[comm.rank]), out
+
+    def work(comm: Communicator) -> None:
+        x, out = pairs[comm.rank]
+        comm.exchange([x], "s@ h d -> s h@ d", out=[out[..., :row]])
+
+    with gpu_world(2, heap_bytes=8 << 20 if granted else 0) as world:
+        pairs = world.run(prepared)
+        world.run(work)
+        settled(world)
+        for rank, (_, out) in enumerate(pairs):
+            assert torch.equal(out[..., :row].cpu(), whole.chunk(2, 1)[rank])
+            assert (out[..., row:] == GUARD).all()

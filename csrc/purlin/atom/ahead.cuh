@@ -17,8 +17,7 @@ class Held {
 
   __device__ __forceinline__ void copy(char* to, const char* from, i64 bytes, Lanes team) {
     if (to == from) return;
-    if (((bits(to) | bits(from)) & 15) != 0)
-      return copy_odd({nullptr, to}, {nullptr, const_cast<char*>(from)}, 0, bytes, team);
+    if (((bits(to) | bits(from)) & 15) != 0) return copy_spliced(to, from, bytes, team);
     i64 whole = bytes & ~i64{15}, round = in_flight * team.lanes * i64{vector_bytes}, at = 0;
     int vectors = round_of(whole, team);
     if (from != ahead_ || vectors != vectors_) read(from, vectors, team), forget();

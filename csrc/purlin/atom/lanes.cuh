@@ -69,26 +69,7 @@ __device__ __forceinline__ void for_each_item(const Place& a, const Place& b, Ra
   }
 }
 
-// ---- copies
-
-template <class V>
-__device__ __forceinline__ void copy_units(Stretch to, Stretch from, i64 lo, i64 hi, Lanes team) {
-#pragma unroll 1
-  for (i64 at = lo + team.lane * static_cast<i64>(sizeof(V)); at < hi; at += team.lanes * static_cast<i64>(sizeof(V)))
-    *reinterpret_cast<V*>(to.byte(at)) = *reinterpret_cast<const V*>(from.byte(at));
-}
-inline __device__ __noinline__ void copy_odd(Stretch to, Stretch from, i64 lo, i64 hi, Lanes team) {
-  switch (smaller(to.align(), from.align())) {
-    case 8:
-      return copy_units<uint2>(to, from, lo, hi & ~i64{7}, team), copy_units<char>(to, from, hi & ~i64{7}, hi, team);
-    case 4:
-      return copy_units<unsigned>(to, from, lo, hi & ~i64{3}, team), copy_units<char>(to, from, hi & ~i64{3}, hi, team);
-    case 2:
-      return copy_units<unsigned short>(to, from, lo, hi & ~i64{1}, team),
-             copy_units<char>(to, from, hi & ~i64{1}, hi, team);
-    default: return copy_units<char>(to, from, lo, hi, team);
-  }
-}
+// ---- flat copies
 
 constexpr int in_flight = 8;  // vectors a lane holds
 
@@ -112,12 +93,56 @@ __device__ __forceinline__ void copy_vectors(unsigned lo, unsigned hi, Lanes tea
     if (v + static_cast<unsigned>(u) * step < hi) ptx::store_vector(to(v + static_cast<unsigned>(u) * step), held[u]);
 }
 
+// 16 bytes of a and b from byte `shift` of a on; 0 < shift < 16.
+__device__ __forceinline__ uint4 spliced(uint4 a, uint4 b, unsigned shift) {
+  unsigned w[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+  for (int i = 0; i < 6; ++i)
+    if (shift & 8) w[i] = w[i + 2];
+#pragma unroll
+  for (int i = 0; i < 5; ++i)
+    if (shift & 4) w[i] = w[i + 1];
+  unsigned bit = 8 * (shift & 3);
+  return {__funnelshift_r(w[0], w[1], bit), __funnelshift_r(w[1], w[2], bit), __funnelshift_r(w[2], w[3], bit),
+          __funnelshift_r(w[3], w[4], bit)};
+}
+// Bytes that do not begin at a vector on both sides: a vector that is stored is spliced of two that are loaded. Nothing beyond the bytes is read.
+inline __device__ __noinline__ void copy_spliced(char* to, const char* from, i64 bytes, Lanes team) {
+  constexpr int pairs = 2;
+  int head = static_cast<int>(-bits(to) & 15);
+  unsigned shift = static_cast<unsigned>(bits(from) + static_cast<unsigned>(head)) & 15;
+  if (static_cast<unsigned>(head) < shift) head += vector_bytes;  // before it no vector begins
+  i64 vectors = (bytes - head + shift) / vector_bytes - (shift != 0);
+  if (bytes < head + vector_bytes || vectors <= 0) vectors = 0;
+  i64 tail = vectors > 0 ? head + vectors * vector_bytes : 0, left = vectors - team.lane;
+  char* write = ptx::here(to + head + team.lane * vector_bytes);
+  const char* read = ptx::here(from + head - shift + team.lane * vector_bytes);
+  int step = team.lanes * vector_bytes;
+#pragma unroll 1
+  for (; left > 0; left -= pairs * team.lanes, read += pairs * step, write += pairs * step) {
+    uint4 low[pairs], high[pairs];
+#pragma unroll
+    for (int u = 0; u < pairs; ++u) {
+      if (u * team.lanes >= left) continue;
+      low[u] = ptx::load_vector(read + u * step);
+      if (shift != 0) high[u] = ptx::load_vector(read + u * step + vector_bytes);
+    }
+#pragma unroll
+    for (int u = 0; u < pairs; ++u)
+      if (u * team.lanes < left)
+        ptx::store_vector(write + u * step, shift != 0 ? spliced(low[u], high[u], shift) : low[u]);
+  }
+#pragma unroll 1
+  for (i64 at = team.lane; at < (vectors > 0 ? head : 0); at += team.lanes) to[at] = from[at];
+#pragma unroll 1
+  for (i64 at = tail + team.lane; at < bytes; at += team.lanes) to[at] = from[at];
+}
+
 constexpr i64 most_bytes = i64{1} << 35;  // that 31 bits of vectors count
 
 __device__ __forceinline__ void copy_flat(char* to, const char* from, i64 bytes, Lanes team) {
   if (to == from) return;
-  if (((bits(to) | bits(from)) & 15) != 0 || bytes >= most_bytes)
-    return copy_odd({nullptr, to}, {nullptr, const_cast<char*>(from)}, 0, bytes, team);
+  if (((bits(to) | bits(from)) & 15) != 0 || bytes >= most_bytes) return copy_spliced(to, from, bytes, team);
   i64 whole = bytes & ~i64{15};
   copy_vectors(
       0, static_cast<unsigned>(whole / vector_bytes), team,
@@ -125,40 +150,70 @@ __device__ __forceinline__ void copy_flat(char* to, const char* from, i64 bytes,
       [&](unsigned v) { return to + static_cast<i64>(v) * vector_bytes; });
   if (i64 at = whole + team.lane; at < bytes) to[at] = from[at];
 }
-// Vectors that lie together on both sides, wherever a multiple of them begins; 0: none do. Both are aligned, and not both flat.
-__device__ __forceinline__ unsigned common_run(const Stretch& a, const Stretch& b) {
-  if (a.flat()) return b.box->by_run.divisor;
-  if (b.flat()) return a.box->by_run.divisor;
-  unsigned more = larger(a.box->by_run.divisor, b.box->by_run.divisor);
-  unsigned less = smaller(a.box->by_run.divisor, b.box->by_run.divisor);
-  return more % less == 0 ? less : 0;
+
+inline __device__ __noinline__ void copy_called(char* to, const char* from, i64 bytes, Lanes team) {
+  copy_flat(to, from, bytes, team);
 }
-// Vectors [lo, hi) in runs: a warp takes one at a time, or a part of one that its lanes hold at once. So not every lane finds out where every vector lies.
-inline __device__ __noinline__ void copy_runs(const Stretch& to, const Stretch& from, unsigned lo, unsigned hi,
-                                              unsigned run, Lanes team) {
-  constexpr unsigned part = warp * in_flight;
-  unsigned parts = (run + part - 1) / part, warps = static_cast<unsigned>(team.lanes / warp);
-  Lanes mine{team.lane % warp, warp};
+
+// ---- copies of boxes
+
+template <class V>
+__device__ __forceinline__ void copy_units(Stretch to, Stretch from, i64 lo, i64 hi, Lanes team) {
 #pragma unroll 1
-  for (unsigned n = lo / run * parts + static_cast<unsigned>(team.lane / warp);; n += warps) {
-    unsigned row = n / parts * run, begin = row + n % parts * part;
+  for (i64 at = lo + team.lane * static_cast<i64>(sizeof(V)); at < hi; at += team.lanes * static_cast<i64>(sizeof(V)))
+    *reinterpret_cast<V*>(to.byte(at)) = *reinterpret_cast<const V*>(from.byte(at));
+}
+// Short runs that do not lie in vectors.
+inline __device__ __noinline__ void copy_odd(Stretch to, Stretch from, i64 lo, i64 hi, Lanes team) {
+  switch (smaller(to.align(), from.align())) {
+    case 8:
+      return copy_units<uint2>(to, from, lo, hi & ~i64{7}, team), copy_units<char>(to, from, hi & ~i64{7}, hi, team);
+    case 4:
+      return copy_units<unsigned>(to, from, lo, hi & ~i64{3}, team), copy_units<char>(to, from, hi & ~i64{3}, hi, team);
+    case 2:
+      return copy_units<unsigned short>(to, from, lo, hi & ~i64{1}, team),
+             copy_units<char>(to, from, hi & ~i64{1}, hi, team);
+    default: return copy_units<char>(to, from, lo, hi, team);
+  }
+}
+
+// Bytes that lie together on both sides, wherever a multiple of them begins. Not both are flat.
+__device__ __forceinline__ i64 common_run(const Stretch& a, const Stretch& b) {
+  if (a.flat()) return b.box->run;
+  if (b.flat()) return a.box->run;
+  i64 more = larger(a.box->run, b.box->run), less = smaller(a.box->run, b.box->run);
+#pragma unroll 1
+  while (i64 rest = more % less) more = less, less = rest;
+  return less;
+}
+constexpr i64 long_run = i64{warp} * vector_bytes;
+// A warp takes a run at a time, or a part of one that its lanes hold at once: so not every lane finds out where every vector lies.
+inline __device__ __noinline__ void copy_runs(const Stretch& to, const Stretch& from, i64 lo, i64 hi, i64 run,
+                                              bool even, Lanes team) {
+  constexpr i64 part = i64{warp} * in_flight * vector_bytes;
+  int width = smaller(team.lanes, warp), warps = team.lanes / width, mine = team.lane / width;
+  if (mine >= warps) return;
+  unsigned parts = static_cast<unsigned>((run + part - 1) / part);
+#pragma unroll 1
+  for (unsigned n = static_cast<unsigned>(lo / run) * parts + static_cast<unsigned>(lo % run / part + mine);;
+       n += static_cast<unsigned>(warps)) {
+    i64 row = i64{n / parts} * run, begin = row + n % parts * part;
     if (begin >= hi) return;
-    unsigned first = larger(lo, begin), end = smaller(hi, smaller(row + run, begin + part));
+    i64 first = larger(lo, begin), end = smaller(hi, smaller(row + run, begin + part));
     if (first >= end) continue;
-    const char* source = from.vector(first);
-    char* place = to.vector(first);
-    copy_vectors(
-        0, end - first, mine, [&](unsigned v) { return source + i64{v} * vector_bytes; },
-        [&](unsigned v) { return place + i64{v} * vector_bytes; });
+    unsigned vector = static_cast<unsigned>(first / vector_bytes);
+    copy_called(even ? to.vector(vector) : to.byte(first), even ? from.vector(vector) : from.byte(first), end - first,
+                {team.lane % width, width});
   }
 }
 inline __device__ __noinline__ void copy_stretch(Stretch to, Stretch from, i64 lo, i64 hi, Lanes team) {
   if (to.flat() && from.flat()) return copy_flat(to.first + lo, from.first + lo, hi - lo, team);
-  if (!to.aligned() || !from.aligned() || hi >= most_bytes) return copy_odd(to, from, lo, hi, team);
-  unsigned first = static_cast<unsigned>(lo / vector_bytes), end = static_cast<unsigned>(hi / vector_bytes);
-  if (unsigned run = common_run(to, from); run >= warp && team.lanes % warp == 0)
-    return copy_runs(to, from, first, end, run, team);
-  copy_vectors(first, end, team, [&](unsigned v) { return from.vector(v); }, [&](unsigned v) { return to.vector(v); });
+  bool even = to.aligned() && from.aligned() && hi < most_bytes;
+  if (i64 run = common_run(to, from); run >= long_run) return copy_runs(to, from, lo, hi, run, even, team);
+  if (!even) return copy_odd(to, from, lo, hi, team);
+  copy_vectors(
+      static_cast<unsigned>(lo / vector_bytes), static_cast<unsigned>(hi / vector_bytes), team,
+      [&](unsigned v) { return from.vector(v); }, [&](unsigned v) { return to.vector(v); });
 }
 inline __device__ __noinline__ void copy_boxes(const Place& to, const Place& from, Range range, Lanes team) {
   for_each_item(to, from, range, [&](int k, i64 at, i64 lo, i64 hi) {
@@ -171,9 +226,6 @@ __device__ __forceinline__ void copy(const Place& to, const Place& from, Range r
   } else {
     copy_boxes(to, from, range, team);
   }
-}
-inline __device__ __noinline__ void copy_called(char* to, const char* from, i64 bytes, Lanes team) {
-  copy_flat(to, from, bytes, team);
 }
 // The same where latency is not at stake: small where it is called.
 __device__ __forceinline__ void copy_apart(const Place& to, const Place& from, Range range, Lanes team) {
