@@ -34,12 +34,23 @@ __global__ void begin_counts(Counts* counts, int n, Progress* progress, Word mes
 
 // ---- plans: boxes lie in device memory
 
+// By a stream of its own: cudaMemcpy would first wait for all that the legacy stream has been given, and may return before the bytes have arrived, which
+// streams that do not wait for that one would not know.
+static void send(void* there, const void* here, std::size_t bytes) {
+  cudaStream_t own = nullptr;
+  gpu::check(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking), "cudaStreamCreate");
+  cudaError_t how = cudaMemcpyAsync(there, here, bytes, cudaMemcpyHostToDevice, own);
+  if (how == cudaSuccess) how = cudaStreamSynchronize(own);
+  cudaStreamDestroy(own);
+  gpu::check(how, "cudaMemcpyAsync");
+}
 std::shared_ptr<const Item> keep_items(const std::vector<Item>& items) {
   if (items.empty()) return nullptr;
   Item* there = nullptr;
   gpu::check(cudaMalloc(&there, items.size() * sizeof(Item)), "cudaMalloc");
-  gpu::check(cudaMemcpy(there, items.data(), items.size() * sizeof(Item), cudaMemcpyHostToDevice), "cudaMemcpy");
-  return {there, [](const Item* p) { cudaFree(const_cast<Item*>(p)); }};
+  std::shared_ptr<const Item> kept(there, [](const Item* p) { cudaFree(const_cast<Item*>(p)); });
+  send(there, items.data(), items.size() * sizeof(Item));
+  return kept;
 }
 
 i64 stored_bytes(i64 window_bytes) { return ceil_div(window_bytes, gpu::payload_bytes) * gpu::line_bytes; }

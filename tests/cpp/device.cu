@@ -59,6 +59,7 @@ class Gpu final : public Ground {
   }
   void write(char* to, const void* from, i64 bytes) override {
     check(cudaMemcpy(to, from, static_cast<size_t>(bytes), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check(cudaStreamSynchronize(cudaStreamLegacy), "cudaMemcpy");  // which may return before the bytes have arrived
   }
   void read(void* to, const char* from, i64 bytes) override {
     check(cudaMemcpy(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost), "cudaMemcpy");

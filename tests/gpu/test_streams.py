@@ -95,3 +95,27 @@ def test_barrier_holds_the_stream_back() -> None:
     with gpu_world(3) as world:
         world.run(Communicator.barrier)
         settled(world)
+
+
+def test_what_a_plan_keeps_on_the_gpu_gets_there_whatever_other_streams_are_at() -> None:
+    """Two seconds of work on the default stream: planning boxes does not wait for it, so nor does it stand behind a call that waits for a peer."""
+    whole = torch.arange(2 * 6 * 8.0).view(2, 6, 8)
+
+    def planned(comm: Communicator) -> None:
+        comm.plan([xs[comm.rank]], "s@ h -> s h@")
+
+    def work(comm: Communicator) -> Tensor:
+        return comm.redistribute(xs[comm.rank], "s@ h -> s h@")
+
+    with gpu_world(2) as world:
+        xs = [shard.to(DEVICE)[:, ::2] for shard in whole]
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200 * LONG)
+        behind = torch.cuda.Event()
+        behind.record()
+        world.run(planned)
+        assert not behind.query()
+        outs = world.run(work)
+        settled(world)
+        for rank, out in enumerate(outs):
+            assert torch.equal(out.cpu(), whole.flatten(0, 1)[:, ::2].chunk(2, 1)[rank])
