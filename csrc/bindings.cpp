@@ -177,6 +177,7 @@ NB_MODULE(PURLIN_MODULE, m) {
                           input_spans,
                           output_spans,
                           overlap_allowed};
+            nb::gil_scoped_release others_run;  // a GPU is waited for, which may wait for another rank's thread
             new (plan) Plan(text, geometry);
           },
           nb::arg("geometry"), nb::kw_only(), nb::arg("kind"), nb::arg("regime"), nb::arg("op"), nb::arg("dtype"),

@@ -94,9 +94,10 @@ inline Shape draw_call(Random& random, const Limits& limits, Regime regime, int 
   Shape s = draw_shape(random, limits, regime, bytes);
   while (kind >= 0 && s.kind != static_cast<Kind>(kind)) s = draw_shape(random, limits, regime, bytes);
   s.plain = random.chance(40);
-  s.grain = random.chance(60) ? 16 : i64{1} << random.below(4);
+  bool even = random.chance(50);  // GPUs carry these by bulk copies
+  s.grain = even || random.chance(20) ? 16 : i64{1} << random.below(4);
   if (s.kind != Kind::copy) s.grain = larger(s.grain, s.unit);  // what is added lies at multiples of its size
-  bool whole = random.chance(50), full = random.chance(40);
+  bool whole = even || random.chance(20), full = random.chance(40);
   for (auto& row : s.elements)
     for (i64& n : row) {
       if (full && n > 0) n = bytes / s.unit - random.below(larger<i64>(1, bytes / s.unit / 8));

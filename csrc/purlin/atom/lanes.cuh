@@ -69,7 +69,7 @@ __device__ __forceinline__ void for_each_item(const Place& a, const Place& b, Ra
   }
 }
 
-// ---- flat copies
+// ---- flat copies, by a warp or more
 
 constexpr int in_flight = 8;  // vectors a lane holds
 
@@ -190,10 +190,11 @@ constexpr i64 long_run = i64{warp} * vector_bytes;
 // A warp takes a run at a time, or a part of one that its lanes hold at once: so not every lane finds out where every vector lies.
 inline __device__ __noinline__ void copy_runs(const Stretch& to, const Stretch& from, i64 lo, i64 hi, i64 run,
                                               bool even, Lanes team) {
-  constexpr i64 part = i64{warp} * in_flight * vector_bytes;
-  int width = smaller(team.lanes, warp), warps = team.lanes / width, mine = team.lane / width;
+  constexpr i64 most = i64{warp} * in_flight * vector_bytes;
+  int warps = team.lanes / warp, mine = team.lane / warp;
   if (mine >= warps) return;
-  unsigned parts = static_cast<unsigned>((run + part - 1) / part);
+  i64 parts_of_run = ceil_div(run, most), part = round_up(ceil_div(run, parts_of_run), vector_bytes);  // about equal
+  unsigned parts = static_cast<unsigned>(parts_of_run);
 #pragma unroll 1
   for (unsigned n = static_cast<unsigned>(lo / run) * parts + static_cast<unsigned>(lo % run / part + mine);;
        n += static_cast<unsigned>(warps)) {
@@ -203,7 +204,7 @@ inline __device__ __noinline__ void copy_runs(const Stretch& to, const Stretch& 
     if (first >= end) continue;
     unsigned vector = static_cast<unsigned>(first / vector_bytes);
     copy_called(even ? to.vector(vector) : to.byte(first), even ? from.vector(vector) : from.byte(first), end - first,
-                {team.lane % width, width});
+                {team.lane % warp, warp});
   }
 }
 inline __device__ __noinline__ void copy_stretch(Stretch to, Stretch from, i64 lo, i64 hi, Lanes team) {

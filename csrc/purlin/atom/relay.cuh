@@ -34,7 +34,7 @@ __device__ __forceinline__ bool is_even(const Place& place, Range range) {
   if (place.flat()) return (bits(place.first + range.lo) & 15) == 0;
   bool even = true;
   for_each_item(place, place, range, [&](int k, i64 at, i64 lo, i64 hi) {
-    even = even && ((lo | hi) & 15) == 0 && stretch(place, k, at).aligned();
+    even = even && ((lo | hi) & 15) == 0 && hi < most_bytes && stretch(place, k, at).aligned();
   });
   return even;
 }
