@@ -16,7 +16,7 @@ inline void check(cudaError_t error, const char* what) {
 
 inline Choice choose(const Call& call, int ranks, bool bulk) {
   bool copies = call.kind == Kind::copy;
-  bulk = bulk && call.even;  // bytes that bulk copies cannot carry take a warp of each block a unit at a time
+  bulk = bulk && call.even;  // what bulk copies cannot carry is copied by one warp of each block
   switch (call.regime) {
     case Regime::packet: return copies ? packets(call, ranks) : packet_sums(call, ranks);
     case Regime::direct: return copies ? direct(call, ranks, bulk) : direct_sums(call, ranks);

@@ -113,8 +113,8 @@ inline __device__ __noinline__ void copy_spliced(char* to, const char* from, i64
   unsigned shift = static_cast<unsigned>(bits(from) + static_cast<unsigned>(head)) & 15;
   if (static_cast<unsigned>(head) < shift) head += vector_bytes;  // before it no vector begins
   i64 vectors = (bytes - head + shift) / vector_bytes - (shift != 0);
-  if (bytes < head + vector_bytes || vectors <= 0) vectors = 0;
-  i64 tail = vectors > 0 ? head + vectors * vector_bytes : 0, left = vectors - team.lane;
+  if (vectors <= 0) vectors = head = 0;
+  i64 left = vectors - team.lane;
   char* write = ptx::here(to + head + team.lane * vector_bytes);
   const char* read = ptx::here(from + head - shift + team.lane * vector_bytes);
   int step = team.lanes * vector_bytes;
@@ -133,9 +133,9 @@ inline __device__ __noinline__ void copy_spliced(char* to, const char* from, i64
         ptx::store_vector(write + u * step, shift != 0 ? spliced(low[u], high[u], shift) : low[u]);
   }
 #pragma unroll 1
-  for (i64 at = team.lane; at < (vectors > 0 ? head : 0); at += team.lanes) to[at] = from[at];
+  for (i64 at = team.lane; at < head; at += team.lanes) to[at] = from[at];
 #pragma unroll 1
-  for (i64 at = tail + team.lane; at < bytes; at += team.lanes) to[at] = from[at];
+  for (i64 at = head + vectors * vector_bytes + team.lane; at < bytes; at += team.lanes) to[at] = from[at];
 }
 
 constexpr i64 most_bytes = i64{1} << 35;  // that 31 bits of vectors count
