@@ -5,6 +5,9 @@
 #include "fusion.hpp"
 #include "launch.hpp"
 
+#include <map>
+#include <mutex>
+
 namespace purlin {
 namespace gpu {
 
@@ -34,15 +37,24 @@ __global__ void begin_counts(Counts* counts, int n, Progress* progress, Word mes
 
 // ---- plans: boxes lie in device memory
 
-// By a stream of its own: cudaMemcpy would first wait for all that the legacy stream has been given, and may return before the bytes have arrived, which
-// streams that do not wait for that one would not know.
+// One for all plans of a GPU, for good: with each stream that is made and destroyed CUDA may deal its hardware queues out anew, and of two ranks' kernels in
+// one queue, which wait for one another, the second never starts.
+static cudaStream_t messenger() {
+  static std::mutex one_at_a_time;
+  static std::map<int, cudaStream_t> of_device;
+  std::lock_guard lock(one_at_a_time);
+  int device = 0;
+  gpu::check(cudaGetDevice(&device), "cudaGetDevice");
+  cudaStream_t& stream = of_device[device];
+  if (!stream) gpu::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  return stream;
+}
+// Not by cudaMemcpy, which would first wait for all that the legacy stream has been given, and may return before the bytes have arrived, which streams that
+// do not wait for that one would not know.
 static void send(void* there, const void* here, std::size_t bytes) {
-  cudaStream_t own = nullptr;
-  gpu::check(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking), "cudaStreamCreate");
-  cudaError_t how = cudaMemcpyAsync(there, here, bytes, cudaMemcpyHostToDevice, own);
-  if (how == cudaSuccess) how = cudaStreamSynchronize(own);
-  cudaStreamDestroy(own);
-  gpu::check(how, "cudaMemcpyAsync");
+  cudaStream_t stream = messenger();
+  gpu::check(cudaMemcpyAsync(there, here, bytes, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
+  gpu::check(cudaStreamSynchronize(stream), "cudaMemcpyAsync");
 }
 std::shared_ptr<const Item> keep_items(const std::vector<Item>& items) {
   if (items.empty()) return nullptr;

@@ -31,15 +31,21 @@ struct Part {
   int parts;               // blocks of the team
   int team, role, thread;  // of the role
 };
-template <int staging, int consuming, int ranks>
+// Blocks in the grid's order: the roles of a team, team by team; or the teams of a role, role by role. A GPU puts neighbours near one another: between two
+// GPUs direct copies were up to 4 % faster by team, for every other block sends, and rings up to 6 % by role.
+enum class Order { by_team, by_role };
+
+template <int staging, int consuming, Order order, int ranks>
 __device__ __forceinline__ Part part(const Launches<ranks>& all) {
   auto [launch, seat_number] = seat(all);
   int thread = static_cast<int>(threadIdx.x), here = ranks == 1 ? 1 : ranks == 2 ? 2 : all.of[0].call.ranks;
-  int blocks = launch.call.teams * here, all_blocks = static_cast<int>(gridDim.x);
-  if (all_blocks == blocks)
+  int teams = launch.call.teams, all_blocks = static_cast<int>(gridDim.x);
+  if (all_blocks == teams * here)
     return {launch, 1, seat_number, thread < staging ? stages : consumes, thread < staging ? thread : thread - staging};
-  int parts = all_blocks == 2 * blocks ? 2 : 3, role = seat_number % parts;
-  return {launch, parts, seat_number / parts, thread < (role == consumes ? consuming : staging) ? role : idle, thread};
+  int parts = all_blocks == 2 * teams * here ? 2 : 3;
+  int role = order == Order::by_team ? seat_number % parts : seat_number / teams;
+  int team = order == Order::by_team ? seat_number / parts : seat_number % teams;
+  return {launch, parts, team, thread < (role == consumes ? consuming : staging) ? role : idle, thread};
 }
 
 struct Choice {

@@ -9,11 +9,11 @@ namespace purlin::gpu {
 
 constexpr int role_bytes = cells * cell_bytes;  // of one role, dynamic
 
-template <int ranks, class F>
+template <Order order, int ranks, class F>
 __device__ __forceinline__ void by_relay(const Launches<ranks>& all, char* memory, F call) {
   __shared__ Cells all_cells[2];
   __shared__ Tally tally;
-  auto [launch, parts, team, role, thread] = part<relay_threads, relay_threads>(all);
+  auto [launch, parts, team, role, thread] = part<relay_threads, relay_threads, order>(all);
   if (threadIdx.x < 2) all_cells[threadIdx.x].init();
   tally.read(launch.call, team);
   int place = parts == 1 ? role : 0;  // in shared memory
@@ -36,7 +36,7 @@ __device__ __forceinline__ void by_apart(const Launches<ranks>& all, F call) {
   __shared__ Crossing<plain_copiers> crossings[2];
   __shared__ Tally tally;
   constexpr int role_threads = Plain<Adding>::role_threads;
-  auto [launch, parts, team, role, thread] = part<role_threads, role_threads>(all);
+  auto [launch, parts, team, role, thread] = part<role_threads, role_threads, Order::by_role>(all);
   if (threadIdx.x < 2) crossings[threadIdx.x].init();
   tally.read(launch.call, team);
   Plain<Adding> hands(launch, team, role, thread, crossings + role, &tally);

@@ -13,8 +13,9 @@ template <int ranks>
 __global__ void __launch_bounds__(2 * relay_threads, 1)
     staged_bulk_kernel(const __grid_constant__ Launches<ranks> all) {
   extern __shared__ __align__(128) char memory[];
-  by_relay(all, memory,
-           [](auto& hands, const Call& call, int parts) { snac::staged_copy(hands, call, snac::home_of(parts)); });
+  by_relay<Order::by_role>(all, memory, [](auto& hands, const Call& call, int parts) {
+    snac::staged_copy(hands, call, snac::home_of(parts));
+  });
 }
 
 Choice staged(const Call& call, int ranks, bool bulk) {

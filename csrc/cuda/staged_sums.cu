@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(relay_threads + adding_threads, 1)
   __shared__ Cells all_cells[1];
   __shared__ Crossing<adders> crossing;
   __shared__ Tally tally;
-  auto [launch, parts, team, role, thread] = part<relay_threads, adding_threads>(all);
+  auto [launch, parts, team, role, thread] = part<relay_threads, adding_threads, Order::by_role>(all);
   if (threadIdx.x == 0) all_cells[0].init();
   if (threadIdx.x == relay_threads) crossing.init();
   tally.read(launch.call, team);

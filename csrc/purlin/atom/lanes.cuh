@@ -140,15 +140,22 @@ inline __device__ __noinline__ void copy_spliced(char* to, const char* from, i64
 
 constexpr i64 most_bytes = i64{1} << 35;  // that 31 bits of vectors count
 
-__device__ __forceinline__ void copy_flat(char* to, const char* from, i64 bytes, Lanes team) {
-  if (to == from) return;
-  if (((bits(to) | bits(from)) & 15) != 0 || bytes >= most_bytes) return copy_spliced(to, from, bytes, team);
+__device__ __forceinline__ bool lie_in_vectors(const char* to, const char* from, i64 bytes) {
+  return ((bits(to) | bits(from)) & 15) == 0 && bytes < most_bytes;
+}
+// Where they do, but for the last few bytes.
+__device__ __forceinline__ void copy_even(char* to, const char* from, i64 bytes, Lanes team) {
   i64 whole = bytes & ~i64{15};
   copy_vectors(
       0, static_cast<unsigned>(whole / vector_bytes), team,
       [&](unsigned v) { return from + static_cast<i64>(v) * vector_bytes; },
       [&](unsigned v) { return to + static_cast<i64>(v) * vector_bytes; });
   if (i64 at = whole + team.lane; at < bytes) to[at] = from[at];
+}
+__device__ __forceinline__ void copy_flat(char* to, const char* from, i64 bytes, Lanes team) {
+  if (to == from) return;
+  if (!lie_in_vectors(to, from, bytes)) return copy_spliced(to, from, bytes, team);
+  copy_even(to, from, bytes, team);
 }
 
 inline __device__ __noinline__ void copy_called(char* to, const char* from, i64 bytes, Lanes team) {

@@ -27,39 +27,27 @@ struct Cells {  // of one role, in shared memory, beside its bytes
   }
 };
 
-// ---- places as bulk copies see them
+// ---- stretches as bulk copies see them
 
-// Can they carry these bytes of a place? All but the last few of a flat one.
-__device__ __forceinline__ bool is_even(const Place& place, Range range) {
-  if (place.flat()) return (bits(place.first + range.lo) & 15) == 0;
-  bool even = true;
-  for_each_item(place, place, range, [&](int k, i64 at, i64 lo, i64 hi) {
-    even = even && ((lo | hi) & 15) == 0 && hi < most_bytes && stretch(place, k, at).aligned();
-  });
-  return even;
+// Can they carry these bytes of it? All but the last few of a flat one.
+__device__ __forceinline__ bool is_even(const Stretch& s, i64 lo, i64 hi) {
+  if (s.flat()) return ((bits(s.first) + static_cast<unsigned long long>(lo)) & 15) == 0;
+  return ((lo | hi) & 15) == 0 && hi < most_bytes && s.aligned();
 }
-// Calls f(address, offset in the cell, bytes) for each stretch that lies together, shared out among the lanes of a warp.
+// Calls f(address, offset from `lo`, bytes) for each run that lies together, shared out among the lanes of a warp.
 template <class F>
-__device__ __forceinline__ void for_each_run(const Place& place, Range range, int lane, F f) {
-  if (place.flat()) {
-    if (lane == 0) f(place.first + range.lo, 0u, static_cast<unsigned>(range.hi - range.lo));
+__device__ __forceinline__ void for_each_run(const Stretch& s, i64 lo, i64 hi, int lane, F f) {
+  if (s.flat()) {
+    if (lane == 0) f(s.first + lo, 0u, static_cast<unsigned>(hi - lo));
     return;
   }
-  for_each_item(place, place, range, [&](int k, i64 at, i64 lo, i64 hi) {
-    Stretch s = stretch(place, k, at);
-    unsigned cell = static_cast<unsigned>(at - range.lo);  // of the item's first byte; may wrap below zero
-    if (s.flat()) {
-      if (lane == 0) f(s.first + lo, cell + static_cast<unsigned>(lo), static_cast<unsigned>(hi - lo));
-      return;
-    }
-    i64 run = s.box->run;
-    unsigned row = s.box->by_run.divide(static_cast<unsigned>(lo / vector_bytes)) + static_cast<unsigned>(lane);
+  i64 run = s.box->run;
+  unsigned row = s.box->by_run.divide(static_cast<unsigned>(lo / vector_bytes)) + static_cast<unsigned>(lane);
 #pragma unroll 1
-    for (i64 begin = row * run; begin < hi; begin += warp * run, row += warp) {
-      i64 from = larger(lo, begin), to = smaller(hi, begin + run);
-      f(s.row_at(row) + (from - begin), cell + static_cast<unsigned>(from), static_cast<unsigned>(to - from));
-    }
-  });
+  for (i64 begin = row * run; begin < hi; begin += warp * run, row += warp) {
+    i64 from = larger(lo, begin), to = smaller(hi, begin + run);
+    f(s.row_at(row) + (from - begin), static_cast<unsigned>(from - lo), static_cast<unsigned>(to - from));
+  }
 }
 
 // ---- the Atom
@@ -86,13 +74,11 @@ class Relay : public RingHands {
     }
   }
 
+  // Where an item lies is found out once for all of its pieces: by a warp, it takes as long as a piece does.
   __device__ void copy(const Place& to, const Place& from, Range range) {
     if (to.flat() && from.flat() && to.first == from.first) return;
-    if (!is_even(to, range) || !is_even(from, range)) return carry_odd(to, from, range);
-    i64 whole = range.lo + ((range.hi - range.lo) & ~i64{15});
-#pragma unroll 1
-    for (i64 lo = range.lo; lo < whole; lo += cell_bytes) carry(to, from, {lo, smaller(whole, lo + cell_bytes)});
-    if (whole < range.hi) carry_odd(to, from, {whole, range.hi});
+    for_each_item(to, from, range,
+                  [&](int k, i64 at, i64 lo, i64 hi) { carry_all(stretch(to, k, at), stretch(from, k, at), lo, hi); });
   }
   template <class T, class F>
   __device__ void reduce(int, T, const Place&, int, F, int, Range, Sum) {}  // Apart
@@ -152,25 +138,31 @@ class Relay : public RingHands {
 
  private:
   // -- pieces: number k goes through cell k % cells
-  __device__ void carry(const Place& to, const Place& from, Range range) {
+  __device__ void carry_all(const Stretch& to, const Stretch& from, i64 lo, i64 hi) {
+    i64 whole = is_even(to, lo, hi) && is_even(from, lo, hi) ? lo + ((hi - lo) & ~i64{15}) : lo;
+#pragma unroll 1
+    for (; lo < whole; lo += cell_bytes) carry(to, from, lo, smaller(whole, lo + cell_bytes));
+    if (whole < hi) carry_odd(to, from, whole, hi);
+  }
+  __device__ void carry(const Stretch& to, const Stretch& from, i64 lo, i64 hi) {
     unsigned k = pieces_++, cell = k % cells;
     char* bytes = memory_ + cell * cell_bytes;
     if (loads_) {
       if (!is_free(k)) return;
-      if (lane_ == 0) ptx::gate_expect(x_->full + cell, static_cast<unsigned>(range.hi - range.lo));
+      if (lane_ == 0) ptx::gate_expect(x_->full + cell, static_cast<unsigned>(hi - lo));
       __syncwarp();
-      for_each_run(from, range, lane_, [&](char* at, unsigned offset, unsigned count) {
+      for_each_run(from, lo, hi, lane_, [&](char* at, unsigned offset, unsigned count) {
         ptx::bulk_load(bytes + offset, at, count, x_->full + cell);
       });
       loaded_ = pieces_;
     } else {
       if (!is_full(k)) return;
-      for_each_run(to, range, lane_,
+      for_each_run(to, lo, hi, lane_,
                    [&](char* at, unsigned offset, unsigned count) { ptx::bulk_store(at, bytes + offset, count); });
       give_up(k);
     }
   }
-  __device__ void carry_odd(const Place& to, const Place& from, Range range) {
+  __device__ void carry_odd(const Stretch& to, const Stretch& from, i64 lo, i64 hi) {
     unsigned k = pieces_++;
     if (loads_) {
       if (!is_free(k)) return;
@@ -179,7 +171,7 @@ class Relay : public RingHands {
       loaded_ = pieces_;
     } else {
       if (!is_full(k)) return;
-      copy_apart(to, from, range, {lane_, warp});
+      copy_stretch(to, from, lo, hi, {lane_, warp});
       give_up(k);
     }
   }

@@ -95,8 +95,8 @@ __device__ __forceinline__ void add_two(char* to, char* also, const char* first,
     for (int u = 0; u < side_by_side; ++u) {
       if (b + u * step >= bytes) break;
       uint4 sum = added<A>(x[u], y[u], op);
+      if (also) ptx::store_vector(also + b + u * step, sum);  // it has farther to go
       ptx::store_vector(to + b + u * step, sum);
-      if (also) ptx::store_vector(also + b + u * step, sum);
     }
   }
 }
