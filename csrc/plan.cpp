@@ -47,7 +47,7 @@ Plan::Plan(const PlanText& text, const Geometry& geometry)
   call_.lag = text.lag;
   call_.grants = text.grants;
   call_.signature = text.signature;
-  call_.even = call_.unbroken = true;
+  call_.even = true;
   call_.own_from = route(text.own_from);
   call_.own_to = route(text.own_to);
   for (std::size_t p = 0; p < text.send.size(); ++p) {
@@ -93,7 +93,6 @@ Route Plan::route(const RouteText& text) {
     }
     i += 2 * static_cast<std::size_t>(item.box.dims);
     measure(item.box);
-    call_.unbroken &= item.box.dims == 0;
     call_.even &= item.box.dims == 0 ? item.box.offset % vector_bytes == 0 : item.box.align == vector_bytes;
   }
   Route route{reinterpret_cast<const Item*>(first), static_cast<int>(items_.size() - first), n[0], n[1], 0};

@@ -4,7 +4,7 @@
 
 namespace purlin::gpu {
 
-// Bytes a team from which on bulk copies carry boxes; second: where what stays at home has blocks of its own. Stretches lanes carry as fast, and begin sooner.
+// Bytes a team from which on bulk copies carry boxes; second: where what stays at home has blocks of its own. One stretch lanes carry as fast, and begin sooner.
 constexpr i64 bulk_from = 64 << 10, bulk_apart_from = 512 << 10;
 
 template <bool flat, int ranks>
@@ -31,7 +31,7 @@ Choice direct(const Call& call, int ranks, bool bulk) {
   i64 most = 0;
   for (int p = 0; p < call.peers(); ++p)
     most = larger(most, larger(call.pair[p].send.bytes, call.pair[p].receive.bytes));
-  if (bulk && !call.unbroken && most / call.teams >= (call.parts == 2 ? bulk_apart_from : bulk_from))
+  if (bulk && !call.flat && most / call.teams >= (call.parts == 2 ? bulk_apart_from : bulk_from))
     return relayed(by_ranks(ranks, direct_bulk_kernel<1>, direct_bulk_kernel<2>, direct_bulk_kernel<most_fused>),
                    call.parts);
   return {call.flat ? direct_of<true>(ranks) : direct_of<false>(ranks), block_threads, 0, call.parts};

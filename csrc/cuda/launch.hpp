@@ -31,7 +31,6 @@ inline Choice choose_for_all(const Launch* launches, int ranks, bool bulk) {
   for (int r = 0; r < ranks; ++r) {
     const Call& call = launches[r].call;
     all.flat = all.flat && call.flat;
-    all.unbroken = all.unbroken && call.unbroken;
     all.even = all.even && call.even;
     all.parts = smaller(all.parts, call.parts);
     for (int p = 0; p < call.peers(); ++p)

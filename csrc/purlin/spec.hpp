@@ -32,7 +32,6 @@ struct Call {
   int parts;           // blocks of a GPU that a team may have: 1, or one for each of its roles
   int grants;          // direct: tensors granted or lent
   bool flat;           // all routes are
-  bool unbroken;       // all their items lie in one stretch of a tensor each
   bool even;           // all boxes begin, and all strides go, by multiples of 16 bytes; on a GPU all tensors here, too
   unsigned signature;  // 24 bits: the call as all ranks know it
   Geometry geometry;

@@ -71,9 +71,4 @@ class Held {
   uint4 held_[in_flight];        // [u] vector u * lanes + lane of the round
 };
 
-// Of much: what is stored makes room for what is asked for next.
-inline __device__ __noinline__ void copy_held(char* to, const char* from, i64 bytes, Lanes team) {
-  Held().copy(to, from, bytes, team);
-}
-
 }  // namespace purlin::gpu

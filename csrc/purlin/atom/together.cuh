@@ -57,11 +57,7 @@ class Together : public NoPackets {
     if constexpr (all_flat) {
       held_.copy(to.first + range.lo, from.first + range.lo, range.hi - range.lo, copiers());
     } else {
-      for_each_item(to, from, range, [&](int k, i64 at, i64 lo, i64 hi) {
-        Stretch there = stretch(to, k, at), here = stretch(from, k, at);
-        if (!there.flat() || !here.flat()) return copy_stretch(there, here, lo, hi, copiers());
-        copy_held(there.first + lo, here.first + lo, hi - lo, copiers());
-      });
+      gpu::copy(to, from, range, copiers());
     }
   }
   template <class F>
