@@ -88,6 +88,8 @@ MUTANTS = (
                  may_survive=True),
     Mutant("relay: nobody copies what stays at home in a block of its own", RELAY, RINGS,
                  (("} else if (role_ == gathers) { play(gather); }", "}"),), ("staged",)),
+    Mutant("relay: the last bytes of an item are left out", RELAY, RINGS,
+                 (drop("if (whole < hi) carry_odd(to, from, whole, hi);"),), ("staged",)),
     Mutant("ring: no wait for credit", RING, RINGS, ((".empty() ? Mark{} : credit(p, step)", ".empty() ? Mark{} : Mark{}"),), ("staged",)),
     Mutant("ring: one credit too many", RING, RINGS, (("credit_for(sent(p, step), c.geo", "credit_for(sent(p, step) - 1, c.geo"),),
                  ("staged",)),

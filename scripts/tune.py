@@ -130,12 +130,14 @@ def winner(medians: Mapping[Force, float]) -> Force:
 
 
 def merged(name: str, ranks: int, granted: Any, chosen: Sequence[tuple[int, Force]]) -> list[Row]:
-    """A row for each run of sizes with one winner; it ends halfway (by ratio) to the next size, the last never."""
+    """A row for each run of sizes with one winner; it ends halfway (by ratio) to the next size, or where it cannot run; the last never."""
     rows = []
     place = 0
     for force, run in groupby(chosen, key=lambda item: item[1]):
         place += len(list(run))
-        bound = "*" if place == len(chosen) else int((chosen[place - 1][0] * chosen[place][0]) ** 0.5) // 16 * 16
+        bound: Any = "*" if place == len(chosen) else int((chosen[place - 1][0] * chosen[place][0]) ** 0.5) // 16 * 16
+        if bound != "*" and force.regime is Regime.PACKET:
+            bound = min(bound, CUDA_PACKET_BYTES)
         lag = cuda_scratch(ranks).slots // 2 if force.regime is Regime.STAGED else 0
         row = {"name": name, "ranks": ranks, "granted": granted, "up_to_bytes": bound}
         rows.append({**row, "regime": force.regime.name.lower(), "teams": force.teams, "lag": lag})

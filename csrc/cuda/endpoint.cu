@@ -38,10 +38,10 @@ __global__ void begin_counts(Counts* counts, int n, Progress* progress, Word mes
 // ---- plans: boxes lie in device memory
 
 // One for all plans of a GPU, for good: with each stream that is made and destroyed CUDA may deal its hardware queues out anew, and of two ranks' kernels in
-// one queue, which wait for one another, the second never starts.
+// one queue, which wait for one another, the second never starts. So it is made when an endpoint is, before anything spins.
 static cudaStream_t messenger() {
   static std::mutex one_at_a_time;
-  static std::map<int, cudaStream_t> of_device;
+  static auto& of_device = *new std::map<int, cudaStream_t>;  // for threads that plan while the process ends, too
   std::lock_guard lock(one_at_a_time);
   int device = 0;
   gpu::check(cudaGetDevice(&device), "cudaGetDevice");
@@ -116,6 +116,7 @@ Endpoint::Endpoint(int rank, const Geometry& geometry, std::vector<std::uintptr_
   *s.page = {};
   gpu::check(cudaStreamCreateWithFlags(&s.side, cudaStreamNonBlocking), "cudaStreamCreate");
   gpu::load_kernels(1, s.bulk);
+  messenger();
   begin_at(1);
 }
 

@@ -1,5 +1,5 @@
-// What the kernels have in common. A block is one team of one rank, or one role of it; ranks of a world on one GPU may share a launch, *fused*: its grid
-// holds the teams of all of them, team-major. Each file of kernels is compiled on its own; the host chooses one for a call.
+// What the kernels have in common. A block is one team of one rank, or one role of it; ranks of a world on one GPU may share a launch, *fused*: at each place
+// in its grid all of them have a block. Each file of kernels is compiled on its own; the host chooses one for a call.
 #pragma once
 #include "../purlin/atom/tally.cuh"
 
@@ -32,7 +32,7 @@ struct Part {
   int team, role, thread;  // of the role
 };
 // Blocks in the grid's order: the roles of a team, team by team; or the teams of a role, role by role. A GPU puts neighbours near one another: between two
-// GPUs rings are 2 to 6 % faster by role, and direct calls 1 to 4 % by team.
+// GPUs rings are 2 to 6 % faster by role, and direct calls up to 5 % by team.
 enum class Order { by_team, by_role };
 
 template <int staging, int consuming, Order order, int ranks>

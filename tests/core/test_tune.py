@@ -314,3 +314,18 @@ def test_the_tables_that_come_along_can_be_read() -> None:
         name = json.loads(path.read_text())["gpu"]
         assert path.stem == slug(name)
         assert Tuning.of_gpu(name).rows
+
+
+def test_every_row_of_the_tables_that_come_along_is_chosen_at_its_bound() -> None:
+    kinds = {"reduce_scatter": Kind.REDUCE, "all_reduce": Kind.ALL_REDUCE}
+    for path in TABLES.glob("*.json"):
+        tuning = Tuning.of_gpu(json.loads(path.read_text())["gpu"])
+        for row in tuning.rows:
+            assert row.name is not None and row.ranks is not None and row.granted is not None
+            scratch, largest = cuda_scratch(row.ranks), row.up_to_bytes or 1 << 30
+            kind = kinds.get(row.name, Kind.COPY)
+            schedule = choose(
+                tuning, kind, scratch, largest=largest, granted=row.granted, name=row.name, ranks=row.ranks
+            )
+            assert (schedule.regime, schedule.teams) == (row.regime, row.teams), row
+            assert str(row) in schedule.why

@@ -102,6 +102,25 @@ def test_copies_through_rings_have_a_third_block_for_what_stays_at_home(way: str
                 assert all(same_bits(out.cpu(), wanted[rank]) for out in outs), f"{spec}, rank {rank}"
 
 
+@pytest.mark.parametrize("granted", [False, True])
+def test_tensors_may_end_oddly_amid_what_bulk_copies_carry(granted: bool) -> None:
+    """They begin at multiples of 16 bytes, so the call goes by bulk copies: stretches of tensors, or through rings chunks with an end amid them."""
+    counts = (1 << 20, (1 << 20) + (48 << 10) + 3)
+    xs = [[random_tensor((count,), torch.uint8, 2 * rank + k) for k in range(2)] for rank, count in enumerate(counts)]
+    placed = [[x.to(DEVICE) for x in mine] for mine in xs]
+    with gpu_world(2, heap_bytes=HEAP_BYTES * granted, scratch=replace(cuda_scratch(2), teams=4)) as world:
+
+        def call(comm: Communicator) -> list[Tensor]:
+            out = [comm.empty((sum(counts),), torch.uint8) for _ in range(2)] if granted else None
+            return comm.exchange(placed[comm.rank], "n@ -> n", sizes={"n": counts}, out=out)
+
+        results = world.run(call)
+        settled(world)
+        for outs in results:
+            for k, out in enumerate(outs):
+                assert torch.equal(out.cpu(), torch.cat([mine[k] for mine in xs]))
+
+
 @pytest.mark.parametrize("way", ["fused", "streams"])
 def test_a_rank_in_place_and_one_apart_have_blocks_of_their_own_count(way: str) -> None:
     """The one in place copies nothing at home: two blocks a team, beside three; in one launch two for both."""

@@ -83,9 +83,8 @@ class Borrow : public Together<all_flat, threads> {
     stage.step(1);
     consume.step(1);
   }
-  // Adding takes all registers: none are held over a wait, and what lies oddly, which is added byte by byte, too, is copied by what needs few. One spilled
-  // is first looked for in memory, which takes half a microsecond.
-  __device__ void ahead(const Place&, Range) const {}
+  // Adding takes all registers, so contributions that lie oddly are copied by code that needs few. What finds no register lies in memory, and the first
+  // look for it takes half a microsecond.
   __device__ void copy(const Place& to, const Place& from, Range range) {
     if constexpr (all_flat) {
       char *write = to.first + range.lo, *read = from.first + range.lo;

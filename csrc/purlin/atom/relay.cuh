@@ -2,7 +2,7 @@
 //     loader  waits for words, and loads pieces into free cells                     -> full[cell]
 //     storer  stores full cells, tells the notifies when what they publish is there -> empty[cell]
 // Both walk through the same role; what is in flight between them hides what each step takes. Bytes that bulk copies cannot carry (odd addresses, the last
-// few of a message) pass the cells as a piece of none, and the storer's lanes copy them.
+// few of an item) pass the cells as a piece of none, and the storer's lanes copy them.
 #pragma once
 #include "lanes.cuh"
 #include "tally.cuh"

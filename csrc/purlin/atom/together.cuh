@@ -1,4 +1,4 @@
-// Together: all lanes of a block in lockstep, for direct calls of little: one message a peer is all there is. A team has one such block, or one a role.
+// Together: all lanes of a block in lockstep, for direct calls: one message a peer is all there is. A team has one such block, or one a role.
 #pragma once
 #include "ahead.cuh"
 #include "tally.cuh"
