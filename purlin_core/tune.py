@@ -33,7 +33,7 @@ PACKET_TEAM_BYTES, CHUNK_TEAM_BYTES = 4 * KIB, 16 * KIB
 # Through rings as many bytes that stay at home have a block of their own, too: else they hold up what is taken.
 PARTS_TEAM_BYTES, DIRECT_PARTS_TEAM_BYTES = 64 * KIB, 16 * KIB
 # In place a direct call copies nothing at home, and one block is as fast until there is much: then blocks that have next to nothing to do leave
-# those that send every other place on the GPU (256 MiB between two H200: 375 us, and 387 with one block a team).
+# those that send every other place on the GPU (256 MiB between two H200: 372 to 386 us in five runs, and 387 to 388 with one block a team).
 IN_PLACE_PARTS_TEAM_BYTES = 512 * KIB
 
 PACKET_SLOTS = 4  # as in csrc/purlin/channel.hpp
