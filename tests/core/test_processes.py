@@ -116,7 +116,8 @@ def stops(rank: int, meeting: Meeting) -> str:
     try:
         comm.barrier()
     except StallError as error:
-        assert rank == 1 or time.monotonic() - began >= 1
+        # Who waited the whole second tells the others; they may have come later and know it sooner.
+        assert f"rank {rank} waited" not in str(error) or time.monotonic() - began >= 1
         meeting.mark(f"knows {rank}")
         return str(error)
     return "no error"
