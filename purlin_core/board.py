@@ -1,4 +1,5 @@
-"""A page of notes a rank, readable by every rank even after the writer's death: its state, why it left, and the texts behind call signatures.
+"""A page of notes a rank, which every rank can read even after the writer's death: its state, why it left, which call it refused and why, and
+the texts behind call signatures.
 
 Only 24 bits of a call's identity travel with its messages; when two ranks disagree, the names come from here.
 """
@@ -10,9 +11,10 @@ from enum import IntEnum
 
 from purlin_core.memory import Segment
 
-_ENTRIES, _ENTRY_BYTES, _TEXT_AT, _REASON_AT = 512, 512, 4096, 64
+_ENTRIES, _ENTRY_BYTES = 512, 512
+_REASON_AT, _REFUSED_AT, _TEXT_AT = 64, 2048, 4096
 BOARD_BYTES = _TEXT_AT + _ENTRIES * _ENTRY_BYTES
-_HEAD = struct.Struct("<II")  # signature, bytes of text
+_HEAD = struct.Struct("<II")  # what the text is about, and its bytes
 
 
 class State(IntEnum):
@@ -42,7 +44,16 @@ class Board:
 
     @reason.setter
     def reason(self, text: str) -> None:
-        self._write(_REASON_AT, 0, text, _TEXT_AT - _REASON_AT)
+        self._write(_REASON_AT, 0, text, _REFUSED_AT - _REASON_AT)
+
+    def refuse(self, call: int, why: str) -> None:
+        """Of the call of this number, counted from 1, nothing was sent."""
+        self._write(_REFUSED_AT, call % (1 << 32), why, _TEXT_AT - _REFUSED_AT)
+
+    def refused(self, call: int) -> str:
+        """Why it refused the call of this number, or nothing."""
+        found, why = self._read(_REFUSED_AT)
+        return why if found == call % (1 << 32) else ""
 
     def note(self, signature: int, text: str) -> None:
         """Remember what a signature stands for; a later one with the same low bits replaces it."""

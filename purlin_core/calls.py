@@ -5,7 +5,8 @@ What the plans of a call depend on stands in torch_names.py and exchange.py, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.autograd import profiler
 from purlin_core.arguments import check_memory
 from purlin_core.canary import poison
 from purlin_core.connection import Connection
-from purlin_core.errors import ClosedError, ConcurrentUseError, DeviceError, PurlinError
+from purlin_core.errors import INPUT_ERRORS, ClosedError, ConcurrentUseError, DeviceError, PurlinError, in_words
 from purlin_core.plans import Plans, Stats
 from purlin_core.prepare import Prepared, in_place
 from purlin_core.ranges import named
@@ -33,6 +34,7 @@ class Calls:
         self.granted_results = granted_results
         self.plans = Plans(Stats())
         self.last: Prepared | None = None
+        self._earlier = 0  # calls over connections before `tie`
         self.budget = 0  # blocks of a call, inside budget()
         self.over = ""  # why there are no more
         self.id = 0  # the communicator's number, by which operators of torch call it
@@ -40,7 +42,7 @@ class Calls:
     def go_on(self, tie: Connection) -> None:
         """Over another connection. Plans of the old one end; what they counted stays."""
         self.plans = Plans(self.stats())
-        self.tie, self.last = tie, None
+        self.tie, self.last, self._earlier = tie, None, self.stats().calls
 
     def stats(self) -> Stats:
         return self.plans.stats(self.tie.site.geometry)
@@ -49,14 +51,24 @@ class Calls:
         if self.over:
             raise ClosedError(f"{call}: the communicator {self.over}. Make a new one.")
 
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """What is refused in here, ranks that wait for this one can tell."""
+        try:
+            yield
+        except INPUT_ERRORS as error:
+            self.tie.boards[self.rank].refuse(self.stats().calls - self._earlier + 1, in_words(error))
+            raise
+
     def planned(self, key: Any, call: str, make: Callable[[], Prepared]) -> Prepared:
         """What `make` gives, kept under `key`."""
-        if self.tie.capturing:
-            raise DeviceError(
-                f"{call}: a CUDA graph is being captured, and this call is the first of its shapes. "
-                "Make it once before the capture, or prepare it by plan()."
-            )
-        prepared = make()
+        with self.refusing():
+            if self.tie.capturing:
+                raise DeviceError(
+                    f"{call}: a CUDA graph is being captured, and this call is the first of its shapes. "
+                    "Make it once before the capture, or prepare it by plan()."
+                )
+            prepared = make()
         self.tie.boards[self.rank].note(prepared.signature, prepared.text)
         self.plans.keep(key, prepared)
         return prepared
@@ -74,7 +86,8 @@ class Calls:
         if self.over:
             self.check_usable(prepared.text)
         if 0 in at or 0 in to:
-            check_memory(prepared.text, (*inputs, *outputs), (*at, *to))
+            with self.refusing():
+                check_memory(prepared.text, (*inputs, *outputs), (*at, *to))
         if prepared.in_place:  # these shapes have shared storage before
             offsets = _offsets(at, to)
             prepared = prepared.in_place.get(offsets, prepared)

@@ -137,7 +137,8 @@ class Communicator:
             texts = specs if isinstance(specs, str) else tuple(specs)
             return exchange(self._calls, call, tensors, out, texts, freeze_sizes(sizes) if sizes else (), op, tag)
         except (AttributeError, TypeError):
-            check_types(call, tensors, out, specs, sizes, op=op, tag=tag)
+            with self._calls.refusing():
+                check_types(call, tensors, out, specs, sizes, op=op, tag=tag)
             raise
 
     def all_gather_into_tensor(self, out: Tensor, x: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
@@ -169,8 +170,9 @@ class Communicator:
         self, x: Tensor, dim: int, rows: int | tuple[int, int], *, sizes: Sequence[int] | None = None, tag: str = ""
     ) -> Tensor:
         """`x`, my rows of dim `dim` -> the same with `rows` more from each neighbour, or (before, after); none beyond the first and the last rank."""
-        check_types("halo", [x], None, "", None)
-        spec, name = halo_spec(x, dim, rows)
+        with self._calls.refusing():
+            check_types("halo", [x], None, "", None)
+            spec, name = halo_spec(x, dim, rows)
         return self.exchange([x], spec, sizes=rows_of(name, sizes), tag=tag, call="halo")[0]
 
     def barrier(self) -> None:

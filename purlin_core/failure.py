@@ -95,11 +95,10 @@ def _whereabouts(scene: Scene, rank: int) -> str:
     if rank == scene.rank:
         return f"rank {rank} is at call #{scene.end.calls}"
     calls, _ = scene.end.post(rank)
-    return (
-        f"rank {rank} last entered call #{calls}"
-        if calls >= scene.end.calls
-        else f"rank {rank} has not entered call #{scene.end.calls}"
-    )
+    if calls >= scene.end.calls:
+        return f"rank {rank} last entered call #{calls}"
+    why = scene.boards[rank].refused(scene.end.calls)
+    return f"rank {rank} has not entered call #{scene.end.calls}" + (f": it refused it, {why}" if why else "")
 
 
 def _signature(scene: Scene, rank: int) -> int:

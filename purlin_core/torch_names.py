@@ -34,7 +34,8 @@ def into(calls: Calls, call: str, out: Tensor, x: Tensor, sizes: Sequence[int] |
             prepared = calls.planned(key, call, partial(_prepare, calls, call, out, x, sizes, op))
         calls.run(prepared, (x,), (out,), [at], [to], key)
     except (AttributeError, TypeError):
-        check_types(call, [x], [out], "", rows_of("d0", sizes), op=op)
+        with calls.refusing():
+            check_types(call, [x], [out], "", rows_of("d0", sizes), op=op)
         raise
     return out
 
@@ -55,8 +56,9 @@ def all_to_all(
             prepared = calls.planned(key, call, make)
         calls.run(prepared, (x,), (out,), [at], [to], key)
     except (AttributeError, TypeError):
-        check_types(call, [x], [out], "", None)
-        check_shares(call, {"out_sizes": out_sizes, "in_sizes": in_sizes})
+        with calls.refusing():
+            check_types(call, [x], [out], "", None)
+            check_shares(call, {"out_sizes": out_sizes, "in_sizes": in_sizes})
         raise
     return out
 

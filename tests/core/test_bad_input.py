@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +25,10 @@ from purlin_core import (
     SetupError,
     ShapeError,
     SpecError,
+    StallError,
 )
-from tests.core.worlds import errors_of, same_bits, world_of
+from purlin_core.errors import in_words
+from tests.core.worlds import TIMEOUT, errors_of, same_bits, world_of
 
 RANKS = 3
 
@@ -158,6 +161,56 @@ def assert_named(name: str, world: LocalWorld) -> None:
     for out in world.run(lambda comm: comm.redistribute(shards[comm.rank].to(comm.device), "n@ -> n")):
         assert same_bits(out.cpu(), torch.cat(shards))
     world.run(Communicator.check)
+
+
+ALONE = sorted(set(BAD) - {"no blocks", "heap too small"})  # those are no calls
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("name", ALONE)
+def test_what_one_rank_alone_refuses_is_told_by_those_who_wait_for_it(name: str) -> None:
+    errors = errors_where_rank_1(BAD[name].call, first=Communicator.barrier)
+    for error in (errors[0], errors[2]):
+        assert f"rank 1 has not entered call #2: it refused it, {in_words(errors[1])}" in str(error)
+
+
+def test_so_it_is_in_a_communicator_that_has_another_heap() -> None:
+    errors = errors_where_rank_1(BAD["scalar"].call, first=lambda comm: (comm.barrier(), comm.reserve(64)))
+    for error in (errors[0], errors[2]):
+        assert f"rank 1 has not entered call #1: it refused it, {in_words(errors[1])}" in str(error)
+
+
+def test_what_a_rank_refused_before_it_made_the_call_is_not_told() -> None:
+    def first(comm: Communicator) -> None:
+        if comm.rank == 1:
+            with pytest.raises(ShapeError):
+                BAD["scalar"].call(comm)
+        comm.barrier()
+
+    errors = errors_where_rank_1(lambda comm: None, first=first)
+    assert all("rank 1 has not entered call #2." in str(error) for error in (errors[0], errors[2]))
+
+
+def errors_where_rank_1(
+    refuses: Callable[[Communicator], object], *, first: Callable[[Communicator], object]
+) -> list[Any]:
+    """After `first`, which all make, the others make a call too, once rank 1 has done that: they stall."""
+    done = threading.Event()
+
+    def work(comm: Communicator) -> None:
+        first(comm)
+        if comm.rank != 1:
+            assert done.wait(TIMEOUT)
+            comm.barrier()
+        try:
+            refuses(comm)
+        finally:
+            done.set()
+
+    with world_of(RANKS, timeout=0.1) as world:
+        errors = errors_of(world, work)
+    assert type(errors[0]) is type(errors[2]) is StallError, errors
+    return errors
 
 
 def on_its_device(call: Callable[[Communicator], object]) -> Callable[[Communicator], object]:
