@@ -1,4 +1,5 @@
-"""A plan against the live model: every path exists, every argument of the forward is classified, every block class is there."""
+"""A plan against the live model: every path exists, every argument of the forward is classified, every block class is there, and no two paths say
+something of one thing."""
 
 from __future__ import annotations
 
@@ -9,12 +10,17 @@ from torch import nn
 from purlin_diffusion.arguments import forward_signature
 from purlin_diffusion.errors import PlanError
 from purlin_diffusion.paths import modules_at
-from purlin_diffusion.plan import OPTIONAL, Plan
+from purlin_diffusion.plan import OPTIONAL, OUTPUT, Plan
 
 
 def validate(plan: Plan, model: nn.Module) -> None:
     """Raise PlanError when `plan` does not fit `model`; nothing has been installed then."""
-    faults = [*_argument_faults(plan, model), *_path_faults(plan, model), *_block_faults(plan, model)]
+    faults = [
+        *_argument_faults(plan, model),
+        *_path_faults(plan, model),
+        *_block_faults(plan, model),
+        *_twofold_faults(plan, model),
+    ]
     if faults:
         raise PlanError(
             f"plan {plan.model}: written for diffusers {plan.written_for}, does not fit the class in diffusers {_diffusers_version()}:"
@@ -50,6 +56,21 @@ def _path_faults(plan: Plan, model: nn.Module) -> list[str]:
 def _block_faults(plan: Plan, model: nn.Module) -> list[str]:
     there = {type(module).__name__ for module in model.modules()}
     return [f"there is no block `{block}`" for block in plan.blocks if block not in there]
+
+
+def _twofold_faults(plan: Plan, model: nn.Module) -> list[str]:
+    """Two paths of a plan may meet at one module, but not at one thing there."""
+    said = [(f"input `{name}`", door.path) for door in plan.doors if not door.outputs for name in door.entries]
+    said += [(f"output {name}", f"{door.path}{OUTPUT}") for door in plan.doors if door.outputs for name in door.entries]
+    said += [("output 0", path) for path in plan.exits] + [("attention", path) for path in plan.calls]
+    seen: dict[tuple[str, str], str] = {}
+    faults = []
+    for what, path in said:
+        for name, _ in modules_at(model, path.removesuffix(OUTPUT)):
+            before = seen.setdefault((what, name), path)
+            if before != path:
+                faults.append(f"{what} of `{name}` is said twice, by `{before}` and `{path}`")
+    return faults
 
 
 def _diffusers_version() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,11 +71,10 @@ class Doors:
         self._anchor_sites()
 
     def _anchor_hooks(self, name: str, wanted: Mapping[str, Any], make: Callable[[Any], ModelHook]) -> bool:
-        there = {
-            (name, at): (module, change)
-            for path, change in wanted.items()
-            for at, module in modules_at(self._model, path)
-        }
+        there: dict[tuple[str, str], tuple[nn.Module, list[Any]]] = {}
+        for path, change in wanted.items():
+            for at, module in modules_at(self._model, path):
+                there.setdefault((name, at), (module, []))[1].append(change)  # several paths may meet at one module
         stale = [
             key for key, module in self._hooked.items() if key[0] == name and there.get(key, (None,))[0] is not module
         ]
@@ -83,8 +82,8 @@ class Doors:
             hooks.take_off(self._hooked.pop(key), name)
         new = there.keys() - self._hooked.keys()
         for key in new:
-            module, change = there[key]
-            hooks.put_on(module, make(change), name)
+            module, changes = there[key]
+            hooks.put_on(module, make(functools.partial(_in_turn, changes)), name)
             self._hooked[key] = module
         return bool(stale or new)
 
@@ -130,6 +129,12 @@ class Doors:
                 if (sharded := make_plain(processor)) is not None:
                     back.callback(setattr, processor, "__class__", sharded)
             yield self._model
+
+
+def _in_turn(changes: Sequence[Callable[[Any], Any]], value: Any) -> Any:
+    for change in changes:
+        value = change(value)
+    return value
 
 
 def _lift(module: nn.Module) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from purlin_diffusion import ArgumentError, Plan, PlanError, Refusal, Segment, parallelize
@@ -81,6 +82,18 @@ def test_an_argument_added_to_a_forward_is_named_before_anything_is_installed(ti
         ({"enter": {"norm_out": {"y": "b image@ c"}}}, "`norm_out` takes no argument `y`"),
         ({"refuse": {"bark": Refusal("why", "advice")}}, "forward takes no `bark`"),
         ({"blocks": ("Plank",)}, "no block `Plank`"),
+        (
+            {"enter": {path: {"temb": "b image@ c"} for path in ("transformer_blocks.*", "transformer_blocks.0")}},
+            r"input `temb` of `transformer_blocks\.0` is said twice, by `transformer_blocks\.\*` and `transformer_blocks\.0`",
+        ),
+        (
+            {"enter": {"proj_out ->": {0: "b image@ c"}}},
+            "output 0 of `proj_out` is said twice, by `proj_out ->` and `proj_out`",
+        ),
+        (
+            {"attention": {**flux.PLAN.attention, "transformer_blocks.1.attn": ("local",)}},
+            r"attention of `transformer_blocks\.1\.attn` is said twice",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_the_model_is_named(
@@ -135,3 +148,26 @@ def test_inputs_may_be_cut_further_in(
         assert (case.run() - one).abs().max() <= 1e-5
         assert isinstance(case.model.x_embedder, nn.Linear)
         handle.undo()
+
+
+def test_paths_that_meet_at_a_module_are_all_open(
+    tiny: Callable[..., Any], registered: Callable[[Plan], AbstractContextManager[None]]
+) -> None:
+    """FLUX cut at its first block, and its rotary embedding at every block."""
+    case = tiny("flux")
+    one = case.run()
+    tokens = ("hidden_states", "encoder_hidden_states", "img_ids", "txt_ids")
+    forward: dict[str, Any] = {**flux.PLAN.forward, **dict.fromkeys(tokens, "whole")}
+    rotary = {"image_rotary_emb": "(text@ image@) d"}
+    enter: dict[str, Any] = {
+        "transformer_blocks.0": {"hidden_states": "b image@ c", "encoder_hidden_states": "b text@ c"},
+        "transformer_blocks.*": rotary,
+        "single_transformer_blocks.*": rotary,
+    }
+    with registered(replace(flux.PLAN, forward=forward, enter=enter)):
+        handle = parallelize(case.model, devices=3)
+        assert (case.run() - one).abs().max() <= 1e-5
+        case.model.transformer_blocks[0] = tiny("flux").model.transformer_blocks[0]
+        assert (case.run() - one).abs().max() <= 1e-5
+        handle.undo()
+    assert torch.equal(case.run(), one)
