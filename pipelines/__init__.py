@@ -3,7 +3,7 @@
     pipe = load("digits")
     image = pipe("digit three", **defaults("digits")).images[0]
 
-A family is one file (flux.py, sd3.py) with `tiny` and `full` builders and its `ENTRIES`; nothing here needs a network but
+A family is one file (flux.py, sd3.py, qwenimage.py) with `tiny` and `full` builders and its `ENTRIES`; nothing here needs a network but
 a hub id, and diffusers, whose import takes seconds, comes with the first pipeline that is made.
 """
 
@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from . import flux, sd3
+from . import flux, qwenimage, sd3
 from .entry import Entry
 
 DIGITS = Path(__file__).parent / "digits"  # scripts/train_digits.py makes it
 CALL = "call.json"  # in a pipeline's folder: arguments of its call that suit it
 
-ENTRIES: Mapping[str, Entry] = {**flux.ENTRIES, **sd3.ENTRIES}
+ENTRIES: Mapping[str, Entry] = {**flux.ENTRIES, **sd3.ENTRIES, **qwenimage.ENTRIES}
 
 
 class UnknownPipelineError(ValueError):

@@ -10,6 +10,9 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -52,5 +55,45 @@ def t5(tokenizer: T5Tokenizer, *, width: int, seed: int = 0, dtype: torch.dtype,
         eos_token_id=1,
     )
     model = T5EncoderModel(config)
+    fill(model, seed=seed)
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def qwen2_5_vl(tokenizer: Qwen2Tokenizer, *, width: int, seed: int = 0, dtype: torch.dtype, device: Any) -> Any:
+    """Two layers of the language model of Qwen2.5-VL, and one of its eye, which nobody shows anything: b x tokens x width."""
+    words, heads = len(tokenizer), 2
+    parts = width // heads // 2  # of a head, that three axes turn
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": words + 5,
+            "hidden_size": width,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "max_position_embeddings": 4096,
+            "bos_token_id": tokenizer.eos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [parts - 2 * (parts // 3), parts // 3, parts // 3],
+            },
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": width,
+            "fullatt_block_indexes": [0],
+        },
+        vision_start_token_id=words,
+        vision_end_token_id=words + 1,
+        vision_token_id=words + 2,
+        image_token_id=words + 3,
+        video_token_id=words + 4,
+    )
+    model = Qwen2_5_VLForConditionalGeneration(config)
     fill(model, seed=seed)
     return model.to(device=device, dtype=dtype).eval()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterable
 
-from transformers import CLIPTokenizer, T5Tokenizer
+from transformers import AddedToken, CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 
@@ -32,6 +32,16 @@ def t5(words: Iterable[str] = (), *, length: int = 512) -> T5Tokenizer:
     pieces += [("\u2581" + word, -1.0) for word in dict.fromkeys(words)]
     pieces += [(letter, -5.0) for letter in letters]
     return T5Tokenizer(vocab=pieces, extra_ids=0, additional_special_tokens=[], model_max_length=length)
+
+
+def qwen2(words: Iterable[str] = (), *, length: int = 1024) -> Qwen2Tokenizer:
+    """Bytes, as Qwen2 falls back to them, with the two marks of a turn; each of `words` is one token wherever it stands, a space in it too."""
+    tokens = [*_byte_letters(), "<|endoftext|>"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], model_max_length=length)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    return tokenizer
 
 
 def _merges(word: str) -> list[tuple[str, str]]:

@@ -58,7 +58,7 @@ def fill(model: nn.Module, *, seed: int) -> None:
         if weight.is_meta:
             continue
         gain = SHARPNESS if QUERY_OR_KEY.search(name) else OUTPUT if name == "proj_out.weight" else 1.0
-        if weight.ndim == 1 and name.endswith("weight"):
+        if (weight.ndim == 1 and name.endswith("weight")) or name.endswith("gamma"):
             weight.fill_(gain)
             continue
         scale = (

@@ -1,5 +1,5 @@
 """One file of data a family."""
 
-from purlin_diffusion.models import flux, sd3
+from purlin_diffusion.models import flux, qwenimage, sd3
 
-PLANS = (flux.PLAN, sd3.PLAN)
+PLANS = (flux.PLAN, qwenimage.PLAN, sd3.PLAN)

@@ -50,8 +50,8 @@ def _quiet() -> Iterator[None]:
 
 @pytest.fixture
 def tiny() -> Callable[..., Tiny]:
-    """tiny("flux" | "sd3", text=..., rows=..., columns=..., batch=...): image tokens are rows x columns."""
-    return lambda name, **sizes: {"flux": flux, "sd3": sd3}[name](**sizes)
+    """tiny("flux" | "sd3" | "qwenimage", text=..., rows=..., columns=..., batch=...): image tokens are rows x columns."""
+    return lambda name, **sizes: {"flux": flux, "sd3": sd3, "qwenimage": qwenimage}[name](**sizes)
 
 
 @pytest.fixture
@@ -123,6 +123,29 @@ def sd3(*, text: int = 11, rows: int = 5, columns: int = 7, batch: int = 2, laye
         "timestep": torch.full((batch,), 500.0),
     }
     return Tiny("sd3", weighted(model), inputs)
+
+
+def qwenimage(
+    *, text: int = 11, rows: int = 5, columns: int = 7, batch: int = 2, images: int = 1, edits: bool = False
+) -> Tiny:
+    """`images` of rows x columns; `edits`: as the newer Edit models, which know the first from the others."""
+    model = diffusers.QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=HEADS,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 4, 8),
+        zero_cond_t=edits,
+    )
+    inputs = {
+        "hidden_states": noise(batch, images * rows * columns, 16),
+        "encoder_hidden_states": noise(batch, text, 32, seed=2),
+        "timestep": torch.full((batch,), 0.5),
+        "img_shapes": [[(1, rows, columns)] * images] * batch,
+    }
+    return Tiny("qwenimage", weighted(model), inputs)
 
 
 def weighted(model: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,9 @@ def lora_scaled(model: nn.Module) -> dict[str, Any]:
 
 def lora_scaled_by_call(model: nn.Module) -> dict[str, Any]:
     lora(model)
-    return {"joint_attention_kwargs": {"scale": 0.3}}
+    name = "joint_attention_kwargs"
+    takes = inspect.signature(type(model).forward).parameters
+    return {name if name in takes else name.removeprefix("joint_"): {"scale": 0.3}}
 
 
 def ip_adapters_of_flux(model: nn.Module) -> dict[str, Any]:
@@ -113,6 +116,10 @@ CHANGES = [
     ("sd3", lora),
     ("sd3", ip_adapter_of_sd3),
     ("sd3", new_processors),
+    ("qwenimage", lora),
+    ("qwenimage", lora_scaled_by_call),
+    ("qwenimage", new_weights),
+    ("qwenimage", new_processors),
 ]
 
 

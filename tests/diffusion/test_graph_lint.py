@@ -99,7 +99,10 @@ def test_an_exception_leaves_nothing_behind() -> None:
     assert torch.arange(2).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("name", [name for name in pipelines.names() if name.startswith("tiny:")])
+SAY_NONE = {"tiny:qwenimage"}
+
+
+@pytest.mark.parametrize("name", sorted({name for name in pipelines.names() if name.startswith("tiny:")} - SAY_NONE))
 def test_a_plan_that_says_root_has_a_forward_without_findings(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lint", name]) == 0
     out = capsys.readouterr().out

@@ -61,7 +61,7 @@ def caught(call: Callable[..., Any], **arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["gather_kv", "ulysses"])
-@pytest.mark.parametrize("family", ["flux", "sd3"])
+@pytest.mark.parametrize("family", ["flux", "sd3", "qwenimage"])
 def test_every_rank_gets_what_one_rank_gives(
     world: LocalWorld, tiny: Callable[..., Any], family: str, mode: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""A parallel FLUX or SD3 gives what one rank gives: any lengths, batch, world, mode, and whatever adapters and controls a pipeline passes."""
+"""A parallel FLUX, SD3 or Qwen-Image gives what one rank gives: any lengths, batch, world, mode, and whatever adapters and controls it has."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from purlin_diffusion import ParallelConfig, Plan, Segment, parallelize
-from purlin_diffusion.models import flux, sd3
+from purlin_diffusion.models import flux, qwenimage, sd3
 
 TOLERANCE = 1e-5  # max abs, f32
 MODES = ("gather_kv", "ulysses")
-FAMILIES = ("flux", "sd3")
-PLANS = {"flux": flux.PLAN, "sd3": sd3.PLAN}
+FAMILIES = ("flux", "sd3", "qwenimage")
+PLANS = {"flux": flux.PLAN, "sd3": sd3.PLAN, "qwenimage": qwenimage.PLAN}
 
 
 def difference(a: Tensor, b: Tensor) -> float:
@@ -153,6 +153,35 @@ def test_skipped_layers_of_sd3(tiny: Callable[..., Any], skipped: list[int], mod
     assert difference(parallel(case, 3, mode, skip_layers=skipped), one) <= TOLERANCE
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kept", [[11, 7], [11, 0], [3, 3]])
+def test_padded_prompts_of_qwenimage(tiny: Callable[..., Any], kept: list[int], ranks: int, mode: str) -> None:
+    """Its processor makes a mask of this rank's text and image tokens."""
+    case = tiny("qwenimage")
+    masked = {"encoder_hidden_states_mask": torch.arange(11)[None] < torch.tensor(kept)[:, None]}
+    one = case.run(**masked)
+    assert difference(one, case.run()) > 100 * TOLERANCE
+    assert difference(parallel(case, ranks, mode, **masked), one) <= TOLERANCE
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("edits", [False, True])
+def test_several_images_of_qwenimage(tiny: Callable[..., Any], edits: bool, ranks: int, mode: str) -> None:
+    case = tiny("qwenimage", rows=3, columns=5, images=3, edits=edits)
+    assert difference(parallel(case, ranks, mode), case.run()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_controlnet_residuals_of_qwenimage(tiny: Callable[..., Any], mode: str) -> None:
+    case = tiny("qwenimage")
+    controls = {"controlnet_block_samples": [torch.randn(2, 35, 80), torch.randn(2, 35, 80)]}
+    one = case.run(**controls)
+    assert difference(one, case.run()) > 100 * TOLERANCE
+    assert difference(parallel(case, 3, mode, **controls), one) <= TOLERANCE
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision_errs_no_more_than_one_rank(tiny: Callable[..., Any], family: str, dtype: torch.dtype) -> None:
@@ -160,7 +189,8 @@ def test_half_precision_errs_no_more_than_one_rank(tiny: Callable[..., Any], fam
     case = tiny(family, rows=9, columns=8)
     exact = case.run()
     case.model.to(dtype)
-    halves = {name: value.to(dtype) if value.is_floating_point() else value for name, value in case.inputs.items()}
+    floats = {name: value for name, value in case.inputs.items() if isinstance(value, Tensor)}
+    halves = {name: value.to(dtype) for name, value in floats.items() if value.is_floating_point()}
     error = (case.run(**halves).float() - exact).abs().mean()
     for mode in MODES:
         ours = (parallel(case, 3, mode, **halves).float() - exact).abs().mean()

@@ -167,7 +167,7 @@ def test_one_rank_has_nothing_to_exchange() -> None:
 
 
 @pytest.mark.parametrize("backend", ["purlin", "torch"])
-@pytest.mark.parametrize("family", ["flux", "sd3"])
+@pytest.mark.parametrize("family", ["flux", "sd3", "qwenimage"])
 def test_pictures_are_those_of_one_part(tiny: Callable[..., Any], family: str, backend: Any) -> None:
     case = tiny(family)
     outs, texts = [], []
@@ -183,7 +183,7 @@ def test_pictures_are_those_of_one_part(tiny: Callable[..., Any], family: str, b
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("family", ["flux", "sd3"])
+@pytest.mark.parametrize("family", ["flux", "sd3", "qwenimage"])
 def test_compiled_it_has_as_many_graphs_and_is_what_eager_is(tiny: Callable[..., Any], family: str) -> None:
     case, counts = tiny(family), []
     for overlap in (False, True):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from purlin_diffusion import pipelines
+from purlin_diffusion import parallelize, pipelines
 
 TINY = [name for name in pipelines.names() if name.startswith("tiny:")]
 FULL = [name for name in pipelines.names() if name.startswith("random:")]
@@ -34,7 +34,7 @@ def draw(pipe: Any, name: str, *, prompt: str = "a photo of a cat", seed: int = 
 def attend_every_other(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Tensor:
     """As two ranks would that never exchanged a key: a token hears those of its own parity only."""
     parity = torch.arange(query.shape[-2])[:, None] % 2 == torch.arange(key.shape[-2]) % 2
-    return attend(query, key, value, **{**others, "attn_mask": parity})
+    return attend(query, key, value, **{**others, "attn_mask": parity, "is_causal": False})
 
 
 attend = F.scaled_dot_product_attention
@@ -67,10 +67,32 @@ def test_attention_matters_in_a_tiny_pipeline(name: str, monkeypatch: pytest.Mon
 def test_a_tiny_pipeline_is_well_conditioned(name: str) -> None:
     """Rounding alone stays well below that bound."""
     pipe = pipelines.load(name)
-    shape = (1, 16, 64) if name == "tiny:flux" else (1, 16, 8, 8)
+    shape = (1, 16, 8, 8) if "sd3" in name else (1, 16, 64)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     image, exact = draw(pipe, name, latents=noise), draw(pipe.to(torch.float64), name, latents=noise.double())
     assert np.abs(image - exact).max() < 5e-6
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", TINY)
+def test_ranks_draw_what_one_draws(name: str, ranks: int) -> None:
+    """Two prompts of unlike lengths, for which Qwen-Image masks tokens."""
+    pipe, prompts = pipelines.load(name), ["a cat", "two dogs under an old roof"]
+    pipe.set_progress_bar_config(disable=True)
+    call = {**pipelines.defaults(name), "output_type": "np"}
+    if "negative_prompt" in call:
+        call["negative_prompt"] = ["", "rain"]
+
+    def pictures() -> np.ndarray:
+        images: np.ndarray = pipe(prompts, generator=torch.Generator().manual_seed(0), **call).images
+        return images
+
+    one = pictures()
+    assert one.shape == (2, 64, 64, 3) and np.abs(one[0] - one[1]).max() > 0.1
+    handle = parallelize(pipe, devices=ranks)
+    assert np.abs(pictures() - one).max() < 5e-6
+    handle.undo()
+    assert np.array_equal(pictures(), one)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -79,7 +101,8 @@ def test_a_saved_pipeline_draws_the_same(name: str, tmp_path: Path) -> None:
     pipe.save_pretrained(tmp_path)
     again = pipelines.load(str(tmp_path))
     assert type(again) is type(pipe)
-    assert np.array_equal(draw(pipe, name), draw(again, name))
+    # to rounding: weights that are mapped from a file lie at other multiples of 64 bytes, where other kernels multiply
+    assert np.abs(draw(pipe, name) - draw(again, name)).max() < 5e-6
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -121,9 +144,9 @@ def test_a_full_pipeline_has_its_size(name: str) -> None:
         pipe = pipelines.load(name, device="meta")
     if name in WEIGHTS:
         assert weights_of(pipe.transformer) == pytest.approx(WEIGHTS[name], rel=1e-3)
-    assert weights_of(pipe.vae) == pytest.approx(83.8e6, rel=1e-2)
-    texts = [part for part in (pipe.text_encoder, pipe.text_encoder_2, getattr(pipe, "text_encoder_3", None)) if part]
-    assert sum(map(weights_of, texts)) < 30e6
+    assert weights_of(pipe.vae) == pytest.approx(126.9e6 if "qwen" in name else 83.8e6, rel=1e-2)
+    texts = [part for name, part in pipe.components.items() if name.startswith("text_encoder")]
+    assert sum(map(weights_of, texts)) < 0.02 * weights_of(pipe.transformer)
     assert {weight.dtype for weight in pipe.transformer.parameters()} == {torch.bfloat16}
     assert "text encoders small" in pipelines.about(name) and "random weights" in pipelines.about(name)
 

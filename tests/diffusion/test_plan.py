@@ -16,7 +16,7 @@ from purlin_diffusion import ArgumentError, Plan, PlanError, Refusal, Segment, p
 from purlin_diffusion.models import PLANS, flux
 from purlin_diffusion.validate import validate
 
-FAMILIES = ("flux", "sd3")
+FAMILIES = ("flux", "sd3", "qwenimage")
 
 
 @pytest.mark.parametrize(

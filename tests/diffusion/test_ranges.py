@@ -14,6 +14,7 @@ from purlin_diffusion import ParallelConfig, parallelize
 ATTENTIONS = {
     "flux": {"transformer_blocks.*.attn": 2, "single_transformer_blocks.*.attn": 2},
     "sd3": {"transformer_blocks.*.attn": 3, "transformer_blocks.*.attn2?": 2},
+    "qwenimage": {"transformer_blocks.*.attn": 3},
 }
 
 
@@ -22,7 +23,7 @@ def ranges(prof: profile) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("attention", "exchanges"), [("gather_kv", 1), ("ulysses", 2)])
-@pytest.mark.parametrize("name", ["flux", "sd3"])
+@pytest.mark.parametrize("name", ATTENTIONS)
 def test_root_calls_attentions_and_exchanges_are_ranges(name: str, attention: str, exchanges: int, tiny: Any) -> None:
     case = tiny(name)
     handle = parallelize(case.model, ParallelConfig(attention=attention), devices=2)
