@@ -46,14 +46,14 @@ class Board:
     def reason(self, text: str) -> None:
         self._write(_REASON_AT, 0, text, _REFUSED_AT - _REASON_AT)
 
-    def refuse(self, call: int, why: str) -> None:
-        """Of the call of this number, counted from 1, nothing was sent."""
-        self._write(_REFUSED_AT, call % (1 << 32), why, _TEXT_AT - _REFUSED_AT)
+    def refuse(self, entered: int, why: str) -> None:
+        """A call was refused, and nothing sent, when the call entered last was number `entered`."""
+        self._write(_REFUSED_AT, entered % (1 << 32), why, _TEXT_AT - _REFUSED_AT)
 
-    def refused(self, call: int) -> str:
-        """Why it refused the call of this number, or nothing."""
+    def refused(self, entered: int) -> str:
+        """Why a call was refused since call number `entered`, or nothing."""
         found, why = self._read(_REFUSED_AT)
-        return why if found == call % (1 << 32) else ""
+        return why if found == entered % (1 << 32) else ""
 
     def note(self, signature: int, text: str) -> None:
         """Remember what a signature stands for; a later one with the same low bits replaces it."""
@@ -72,4 +72,4 @@ class Board:
     def _read(self, at: int) -> tuple[int, str]:
         signature, size = _HEAD.unpack(self._at[at : at + _HEAD.size])
         start = at + _HEAD.size
-        return signature, self._at[start : start + size].decode(errors="replace")
+        return signature, self._at[start : start + size].decode(errors="ignore")

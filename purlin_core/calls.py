@@ -34,7 +34,6 @@ class Calls:
         self.granted_results = granted_results
         self.plans = Plans(Stats())
         self.last: Prepared | None = None
-        self._earlier = 0  # calls over connections before `tie`
         self.budget = 0  # blocks of a call, inside budget()
         self.over = ""  # why there are no more
         self.id = 0  # the communicator's number, by which operators of torch call it
@@ -42,7 +41,7 @@ class Calls:
     def go_on(self, tie: Connection) -> None:
         """Over another connection. Plans of the old one end; what they counted stays."""
         self.plans = Plans(self.stats())
-        self.tie, self.last, self._earlier = tie, None, self.stats().calls
+        self.tie, self.last = tie, None
 
     def stats(self) -> Stats:
         return self.plans.stats(self.tie.site.geometry)
@@ -53,22 +52,21 @@ class Calls:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """What is refused in here, ranks that wait for this one can tell."""
+        """Of what is refused in here, ranks that wait for this one can tell."""
         try:
             yield
         except INPUT_ERRORS as error:
-            self.tie.boards[self.rank].refuse(self.stats().calls - self._earlier + 1, in_words(error))
+            self.tie.boards[self.rank].refuse(self.tie.entered, in_words(error))
             raise
 
     def planned(self, key: Any, call: str, make: Callable[[], Prepared]) -> Prepared:
         """What `make` gives, kept under `key`."""
-        with self.refusing():
-            if self.tie.capturing:
-                raise DeviceError(
-                    f"{call}: a CUDA graph is being captured, and this call is the first of its shapes. "
-                    "Make it once before the capture, or prepare it by plan()."
-                )
-            prepared = make()
+        if self.tie.capturing:
+            raise DeviceError(
+                f"{call}: a CUDA graph is being captured, and this call is the first of its shapes. "
+                "Make it once before the capture, or prepare it by plan()."
+            )
+        prepared = make()
         self.tie.boards[self.rank].note(prepared.signature, prepared.text)
         self.plans.keep(key, prepared)
         return prepared
@@ -86,8 +84,7 @@ class Calls:
         if self.over:
             self.check_usable(prepared.text)
         if 0 in at or 0 in to:
-            with self.refusing():
-                check_memory(prepared.text, (*inputs, *outputs), (*at, *to))
+            check_memory(prepared.text, (*inputs, *outputs), (*at, *to))
         if prepared.in_place:  # these shapes have shared storage before
             offsets = _offsets(at, to)
             prepared = prepared.in_place.get(offsets, prepared)

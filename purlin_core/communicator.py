@@ -15,6 +15,7 @@ from torch import Tensor
 from purlin_core import ops
 from purlin_core.arguments import check_budget, check_empty, check_heap_bytes, check_sequence, check_types
 from purlin_core.collectives import halo_spec, rows_of
+from purlin_core.errors import INPUT_ERRORS
 from purlin_core.exchange import exchange, plan
 from purlin_core.life import Life
 from purlin_core.opening import Opening
@@ -132,14 +133,15 @@ class Communicator:
         call: str = "exchange",
     ) -> list[Tensor]:
         """exchange() past the compiler: what its operator runs."""
-        check_sequence(call, tensors)
         try:
+            check_sequence(call, tensors)
             texts = specs if isinstance(specs, str) else tuple(specs)
             return exchange(self._calls, call, tensors, out, texts, freeze_sizes(sizes) if sizes else (), op, tag)
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, ValueError) as error:
             with self._calls.refusing():
-                check_types(call, tensors, out, specs, sizes, op=op, tag=tag)
-            raise
+                if not isinstance(error, INPUT_ERRORS):
+                    check_types(call, tensors, out, specs, sizes, op=op, tag=tag)
+                raise
 
     def all_gather_into_tensor(self, out: Tensor, x: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
         """`x` (n, ...) of every rank, in rank order -> `out` (ranks * n, ...) or (ranks, n, ...). `sizes`: rows a rank, where they differ."""

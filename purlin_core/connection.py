@@ -123,6 +123,11 @@ class Connection:
         return self.end.fault[0] == int(Fault.NONE)
 
     @property
+    def entered(self) -> int:
+        """The number of the call that this rank entered last, 0 before the first; replays of a CUDA graph are not counted."""
+        return self.end.calls - (self.lane is None)  # `end` of a CPU rank counts the call that comes next
+
+    @property
     def capturing(self) -> bool:
         """Would a call now be captured into a CUDA graph?"""
         return self.lane is not None and self.lane.capturing()

@@ -75,7 +75,8 @@ def error_of(scene: Scene) -> PurlinError | None:
 
 def left(scene: Scene, by: int) -> PeerError:
     """Rank `by` is gone, for the reason on its board."""
-    return PeerError(f"{_at_call(scene)}: rank {by} left: {scene.boards[by].reason or 'it called abort()'}.")
+    reason = scene.boards[by].reason or "it called abort()"
+    return PeerError(f"{_at_call(scene)}: rank {by} left: {reason.rstrip('.')}.")
 
 
 def _at_call(scene: Scene) -> str:
@@ -97,8 +98,15 @@ def _whereabouts(scene: Scene, rank: int) -> str:
     calls, _ = scene.end.post(rank)
     if calls >= scene.end.calls:
         return f"rank {rank} last entered call #{calls}"
-    why = scene.boards[rank].refused(scene.end.calls)
-    return f"rank {rank} has not entered call #{scene.end.calls}" + (f": it refused it, {why}" if why else "")
+    return f"rank {rank} has not entered call #{scene.end.calls}{_refusal(scene, rank, calls)}"
+
+
+def _refusal(scene: Scene, rank: int, entered: int) -> str:
+    """What the rank has refused since the call that it entered last, unless this one has, too."""
+    why = scene.boards[rank].refused(entered)
+    if not why or why == scene.boards[scene.rank].refused(scene.end.calls - 1):
+        return ""
+    return f", and since it entered #{entered} has refused a call: {why.rstrip('.')}"
 
 
 def _signature(scene: Scene, rank: int) -> int:

@@ -12,6 +12,7 @@ from purlin_core import ops
 from purlin_core.arguments import check_shares, check_types
 from purlin_core.calls import Calls
 from purlin_core.collectives import as_spec, rows_of
+from purlin_core.errors import INPUT_ERRORS
 from purlin_core.facts import facts_of
 from purlin_core.memory import address_of
 from purlin_core.plan import freeze_sizes
@@ -33,10 +34,12 @@ def into(calls: Calls, call: str, out: Tensor, x: Tensor, sizes: Sequence[int] |
         if prepared is None:
             prepared = calls.planned(key, call, partial(_prepare, calls, call, out, x, sizes, op))
         calls.run(prepared, (x,), (out,), [at], [to], key)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, ValueError) as error:
         with calls.refusing():
-            check_types(call, [x], [out], "", rows_of("d0", sizes), op=op)
-        raise
+            if not isinstance(error, INPUT_ERRORS):
+                check_types(call, [x], [out], "", None, op=op)
+                check_shares(call, {"sizes": sizes})
+            raise
     return out
 
 
@@ -55,11 +58,12 @@ def all_to_all(
             make = partial(prepare_all_to_all, calls.tie.site, asked, x, out, *shares)
             prepared = calls.planned(key, call, make)
         calls.run(prepared, (x,), (out,), [at], [to], key)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, ValueError) as error:
         with calls.refusing():
-            check_types(call, [x], [out], "", None)
-            check_shares(call, {"out_sizes": out_sizes, "in_sizes": in_sizes})
-        raise
+            if not isinstance(error, INPUT_ERRORS):
+                check_types(call, [x], [out], "", None)
+                check_shares(call, {"out_sizes": out_sizes, "in_sizes": in_sizes})
+            raise
     return out
 
 

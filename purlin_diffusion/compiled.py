@@ -13,7 +13,7 @@ the heads itself, and the second to read what the first wrote: until then they a
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -85,10 +85,10 @@ def running(sharding: Sharding) -> Iterator[None]:
         _HERE.sharding, _HERE.moving = before
 
 
-def current(own: Sharding) -> Sharding:
-    """`own`, in code that may be compiled: then read through the thread, and not through the module that brought it."""
+def current(own: Sharding | Callable[[], Sharding]) -> Sharding:
+    """`own`, or what it returns, in code that may be compiled: then read through the thread, and not through the module that brought it."""
     if not torch.compiler.is_dynamo_compiling():
-        return own
+        return own if isinstance(own, Sharding) else own()
     sharding: Sharding = _HERE.sharding  # compiled within a root call, therefore there
     return sharding
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -24,6 +25,8 @@ from purlin_diffusion.graph.counts import GraphCounts
 from purlin_diffusion.guidance import Manner, half, joined, rows_to_halve, stranger
 from purlin_diffusion.plan import Door, Plan
 from purlin_diffusion.segments import Division
+
+Here: TypeAlias = "Callable[[], Sharding]"
 
 
 @dataclass(frozen=True)
@@ -139,40 +142,56 @@ class ShardedModel:
                 self._kept[name] += self.division.kept.get(name, 0)
 
     def _wanted(self, around: Around | None) -> Wanted:
+        here = self._weakly_here()
         return Wanted(
-            inputs={door.path: self._cut_inputs(door) for door in self.plan.doors if not door.outputs},
-            outputs={door.path: self._cut_outputs(door) for door in self.plan.doors if door.outputs}
-            | {path: self._make_whole(entry) for path, entry in self.plan.exits.items()},
+            inputs={door.path: _cut_inputs(door, here) for door in self.plan.doors if not door.outputs},
+            outputs={door.path: _cut_outputs(door, here) for door in self.plan.doors if door.outputs}
+            | {path: _make_whole(entry, here) for path, entry in self.plan.exits.items()},
             sites={path: Site(path, calls, self._attention) for path, calls in self.plan.calls.items()},
             around=around,
             blocks=self.plan.blocks,
         )
 
-    def _cut_inputs(self, door: Door) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        entries = {str(name): entry for name, entry in door.entries.items()}
-        return lambda arguments: self._cutter_here().arguments(entries, arguments)
+    def _weakly_here(self) -> Here:
+        """This rank's sharding, for the doors of modules: diffusers keeps some modules in caches, which must keep neither model nor carrier."""
+        weak = weakref.ref(self)
 
-    def _cut_outputs(self, door: Door) -> Callable[[Any], Any]:
-        return lambda output: _change_outputs(
-            output, {int(i): entry for i, entry in door.entries.items()}, door.path, self._cutter_here()
-        )
+        def here() -> Sharding:
+            sharded = weak()
+            if sharded is None:
+                raise RuntimeError("a module of a parallel model is called, and the model is gone")
+            return sharded._sharding
 
-    def _make_whole(self, entry: Cut) -> Callable[[Any], Any]:
-        def make_whole(output: Any) -> Any:
-            sharding = current(self._sharding)
-            return whole(output, entry.forms[0], sharding.division, sharding.carrier)
-
-        return make_whole
-
-    def _cutter_here(self) -> Cutter:
-        """The cutter, for code that may be compiled."""
-        sharding = current(self._sharding)
-        return Cutter(sharding.division, sharding.carrier.rank)
+        return here
 
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layout: AttentionLayout, call: Attend, form: Form
     ) -> Tensor:
         return sharded_attention(q, k, v, mask, layout, call, sharding=self._sharding, form=form)
+
+
+def _cut_inputs(door: Door, here: Here) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    entries = {str(name): entry for name, entry in door.entries.items()}
+    return lambda arguments: _cutter(here).arguments(entries, arguments)
+
+
+def _cut_outputs(door: Door, here: Here) -> Callable[[Any], Any]:
+    entries = {int(i): entry for i, entry in door.entries.items()}
+    return lambda output: _change_outputs(output, entries, door.path, _cutter(here))
+
+
+def _make_whole(entry: Cut, here: Here) -> Callable[[Any], Any]:
+    def make_whole(output: Any) -> Any:
+        sharding = current(here)
+        return whole(output, entry.forms[0], sharding.division, sharding.carrier)
+
+    return make_whole
+
+
+def _cutter(here: Here) -> Cutter:
+    """The cutter, for code that may be compiled."""
+    sharding = current(here)
+    return Cutter(sharding.division, sharding.carrier.rank)
 
 
 def _before(counted: Counters | None) -> tuple[Mapping[str, int], Mapping[str, int]]:

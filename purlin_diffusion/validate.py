@@ -15,12 +15,8 @@ from purlin_diffusion.plan import OPTIONAL, OUTPUT, Plan
 
 def validate(plan: Plan, model: nn.Module) -> None:
     """Raise PlanError when `plan` does not fit `model`; nothing has been installed then."""
-    faults = [
-        *_argument_faults(plan, model),
-        *_path_faults(plan, model),
-        *_block_faults(plan, model),
-        *_twofold_faults(plan, model),
-    ]
+    _check_said_once(plan, model)
+    faults = [*_argument_faults(plan, model), *_path_faults(plan, model), *_block_faults(plan, model)]
     if faults:
         raise PlanError(
             f"plan {plan.model}: written for diffusers {plan.written_for}, does not fit the class in diffusers {_diffusers_version()}:"
@@ -58,19 +54,19 @@ def _block_faults(plan: Plan, model: nn.Module) -> list[str]:
     return [f"there is no block `{block}`" for block in plan.blocks if block not in there]
 
 
-def _twofold_faults(plan: Plan, model: nn.Module) -> list[str]:
+def _check_said_once(plan: Plan, model: nn.Module) -> None:
     """Two paths of a plan may meet at one module, but not at one thing there."""
     said = [(f"input `{name}`", door.path) for door in plan.doors if not door.outputs for name in door.entries]
     said += [(f"output {name}", f"{door.path}{OUTPUT}") for door in plan.doors if door.outputs for name in door.entries]
     said += [("output 0", path) for path in plan.exits] + [("attention", path) for path in plan.calls]
     seen: dict[tuple[str, str], str] = {}
-    faults = []
     for what, path in said:
         for name, _ in modules_at(model, path.removesuffix(OUTPUT)):
             before = seen.setdefault((what, name), path)
             if before != path:
-                faults.append(f"{what} of `{name}` is said twice, by `{before}` and `{path}`")
-    return faults
+                raise PlanError(
+                    f"plan {plan.model}: {what} of `{name}` is said twice, by `{before}` and `{path}`. Leave one of them out."
+                )
 
 
 def _diffusers_version() -> str:

@@ -72,9 +72,14 @@ class Doors:
 
     def _anchor_hooks(self, name: str, wanted: Mapping[str, Any], make: Callable[[Any], ModelHook]) -> bool:
         there: dict[tuple[str, str], tuple[nn.Module, list[Any]]] = {}
+        first_at: dict[int, str] = {}
         for path, change in wanted.items():
-            for at, module in modules_at(self._model, path):
-                there.setdefault((name, at), (module, []))[1].append(change)  # several paths may meet at one module
+            for at, module in modules_at(
+                self._model, path
+            ):  # several paths may meet at one module, and it may have several names
+                changes = there.setdefault((name, first_at.setdefault(id(module), at)), (module, []))[1]
+                if change not in changes:
+                    changes.append(change)
         stale = [
             key for key, module in self._hooked.items() if key[0] == name and there.get(key, (None,))[0] is not module
         ]

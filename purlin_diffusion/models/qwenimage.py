@@ -28,7 +28,7 @@ PLAN = Plan(
     leave={"proj_out": "b image@ c"},
     attention={"transformer_blocks.*.attn": ("text@ image@",)},
     cfg="calls",
-    # its recording would read what the cache may have let go; and padded prompts, and Edit's newer models, copy from the host
-    graph="none: its positions lie in a cache that forgets those of the 129th size",
+    # padded prompts, and Edit's newer models, copy from the host, too
+    graph="none: its positions lie in a cache of diffusers that may let go of them, and a recording would go on reading them",
     blocks=("QwenImageTransformerBlock",),
 )

@@ -125,6 +125,8 @@ BAD = {
     "no tensors": Bad(ShapeError, ("exchange", "0 tensors"), lambda c: c.exchange([], "n@ -> n")),
     "no tensors but an output": Bad(ShapeError, ("exchange",), lambda c: c.exchange([], "n@ -> n", out=[f(3)])),
     "too many tensors": Bad(ShapeError, ("1 to 16 tensors", "17 tensors"), lambda c: c.exchange([f(1)] * 17, "n@ -> n")),
+    "one tensor": Bad(ArgumentTypeError, ("exchange", "one tensor", "Pass [x]"), lambda c: c.exchange(f(4), "n@ -> n")),
+    "rows of a number": Bad(ArgumentTypeError, ("`sizes`", "a list of integers"), lambda c: c.all_gather_into_tensor(f(12), f(4), sizes=4)),
     "a spec too few": Bad(ShapeError, ("a spec for each", "2 tensors, 1 specs"), lambda c: c.exchange([f(1)] * 2, ["n@ -> n"])),
     "an output too few": Bad(ShapeError, ("`out`", "2 inputs; got 1"), lambda c: c.exchange([f(1)] * 2, "n@ -> n", out=[f(3)])),
     "overlap": Bad(AliasError, ("`out`", "shares with `x`", "in place are"), overlapping),
@@ -171,13 +173,13 @@ ALONE = sorted(set(BAD) - {"no blocks", "heap too small"})  # those are no calls
 def test_what_one_rank_alone_refuses_is_told_by_those_who_wait_for_it(name: str) -> None:
     errors = errors_where_rank_1(BAD[name].call, first=Communicator.barrier)
     for error in (errors[0], errors[2]):
-        assert f"rank 1 has not entered call #2: it refused it, {in_words(errors[1])}" in str(error)
+        assert str(error).endswith(told(errors[1], entered=1))
 
 
 def test_so_it_is_in_a_communicator_that_has_another_heap() -> None:
     errors = errors_where_rank_1(BAD["scalar"].call, first=lambda comm: (comm.barrier(), comm.reserve(64)))
     for error in (errors[0], errors[2]):
-        assert f"rank 1 has not entered call #1: it refused it, {in_words(errors[1])}" in str(error)
+        assert str(error).endswith(told(errors[1], entered=0))
 
 
 def test_what_a_rank_refused_before_it_made_the_call_is_not_told() -> None:
@@ -189,6 +191,32 @@ def test_what_a_rank_refused_before_it_made_the_call_is_not_told() -> None:
 
     errors = errors_where_rank_1(lambda comm: None, first=first)
     assert all("rank 1 has not entered call #2." in str(error) for error in (errors[0], errors[2]))
+
+
+def test_what_all_have_refused_alike_holds_nobody_up() -> None:
+    def first(comm: Communicator) -> None:
+        comm.barrier()
+        with pytest.raises(ShapeError):
+            BAD["scalar"].call(comm)
+
+    errors = errors_where_rank_1(lambda comm: None, first=first)
+    assert all(str(error).endswith("rank 1 has not entered call #2.") for error in (errors[0], errors[2]))
+
+
+def test_a_plan_that_is_refused_is_no_call() -> None:
+    def first(comm: Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 1:
+            with pytest.raises(SpecError):
+                comm.plan([f(4)], "n@ -> n m")
+
+    errors = errors_where_rank_1(lambda comm: None, first=first)
+    assert all(str(error).endswith("rank 1 has not entered call #2.") for error in (errors[0], errors[2]))
+
+
+def told(refusal: BaseException, *, entered: int) -> str:
+    why = in_words(refusal).rstrip(".")
+    return f"rank 1 has not entered call #{entered + 1}, and since it entered #{entered} has refused a call: {why}."
 
 
 def errors_where_rank_1(

@@ -327,9 +327,10 @@ def rank_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("purlin-")}
 
 
-def test_threads_end_with_undo_and_with_the_model(tiny: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_threads_end_with_undo_and_with_the_model(tiny: Callable[..., Any], family: str) -> None:
     before = rank_threads()
-    case = tiny("flux")
+    case = tiny(family)
     handle = parallelize(case.model, devices=4)
     assert len(rank_threads() - before) == 3
     handle.undo()

@@ -170,4 +170,9 @@ def test_paths_that_meet_at_a_module_are_all_open(
         case.model.transformer_blocks[0] = tiny("flux").model.transformer_blocks[0]
         assert (case.run() - one).abs().max() <= 1e-5
         handle.undo()
+        case.model.single_transformer_blocks[1] = case.model.single_transformer_blocks[0]  # one module, two names
+        one = case.run()
+        handle = parallelize(case.model, devices=3)
+        assert (case.run() - one).abs().max() <= 1e-5
+        handle.undo()
     assert torch.equal(case.run(), one)
