@@ -1,5 +1,5 @@
-"""A page of notes a rank, which every rank can read even after the writer's death: its state, why it left, which call it refused and why, and
-the texts behind call signatures.
+"""A page of notes a rank, which every rank can read even after the writer's death: its state, why it left, why it refused a call, and the texts
+behind call signatures.
 
 Only 24 bits of a call's identity travel with its messages; when two ranks disagree, the names come from here.
 """

@@ -72,11 +72,9 @@ class Doors:
 
     def _anchor_hooks(self, name: str, wanted: Mapping[str, Any], make: Callable[[Any], ModelHook]) -> bool:
         there: dict[tuple[str, str], tuple[nn.Module, list[Any]]] = {}
-        first_at: dict[int, str] = {}
+        first_at: dict[int, str] = {}  # several paths may meet at a module, which may have several names
         for path, change in wanted.items():
-            for at, module in modules_at(
-                self._model, path
-            ):  # several paths may meet at one module, and it may have several names
+            for at, module in modules_at(self._model, path):
                 changes = there.setdefault((name, first_at.setdefault(id(module), at)), (module, []))[1]
                 if change not in changes:
                     changes.append(change)
