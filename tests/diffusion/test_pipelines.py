@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import subprocess
 import sys
@@ -102,8 +103,10 @@ def test_a_saved_pipeline_draws_the_same(name: str, tmp_path: Path) -> None:
     pipe.save_pretrained(tmp_path)
     again = pipelines.load(str(tmp_path))
     assert type(again) is type(pipe)
-    # to rounding: weights that are mapped from a file lie at other multiples of 64 bytes, where other kernels multiply
-    assert np.abs(draw(pipe, name) - draw(again, name)).max() <= TOLERANCE
+    for part, model in again.components.items():
+        if isinstance(model, nn.Module):  # mapped from a file, weights may lie where other kernels multiply
+            setattr(again, part, copy.deepcopy(model))
+    assert np.array_equal(draw(pipe, name), draw(again, name))
 
 
 @pytest.mark.parametrize("name", TINY)
