@@ -49,7 +49,7 @@ def fill(model: nn.Module, *, seed: int) -> None:
     """Draw the weights of `model` anew, in place.
 
     Matrices and kernels: normal, 1 / sqrt(inputs), so that outputs are as large as inputs; embeddings: normal, 1;
-    weights of norms: 1; biases: normal, 0.05. Those that make queries and keys: `SHARPNESS` times that, the last: `OUTPUT`.
+    weights of norms, which some call gamma: 1; biases: normal, 0.05. Those that make queries and keys: `SHARPNESS` times that, the last: `OUTPUT`.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tapes: dict[tuple[torch.dtype, torch.device], Tensor] = {}

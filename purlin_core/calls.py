@@ -5,10 +5,9 @@ What the plans of a call depend on stands in torch_names.py and exchange.py, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.autograd import profiler
@@ -50,13 +49,15 @@ class Calls:
         if self.over:
             raise ClosedError(f"{call}: the communicator {self.over}. Make a new one.")
 
-    @contextmanager
-    def refusing(self) -> Iterator[None]:
-        """Of what is refused in here, ranks that wait for this one can tell."""
+    def refuse(self, error: Exception, look: Callable[[], None] | None = None) -> NoReturn:
+        """Raise what a call came to before anything was sent: `error`, or, where that has no name of ours, what look() finds in the arguments.
+        Ranks that wait for this one can tell of it."""
         try:
-            yield
-        except INPUT_ERRORS as error:
-            self.tie.boards[self.rank].refuse(self.tie.entered, in_words(error))
+            if look is not None and not isinstance(error, INPUT_ERRORS):
+                look()
+            raise error
+        except INPUT_ERRORS as named:
+            self.tie.boards[self.rank].refuse(self.tie.entered, in_words(named))
             raise
 
     def planned(self, key: Any, call: str, make: Callable[[], Prepared]) -> Prepared:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,10 +139,7 @@ class Communicator:
             texts = specs if isinstance(specs, str) else tuple(specs)
             return exchange(self._calls, call, tensors, out, texts, freeze_sizes(sizes) if sizes else (), op, tag)
         except (AttributeError, TypeError, ValueError) as error:
-            with self._calls.refusing():
-                if not isinstance(error, INPUT_ERRORS):
-                    check_types(call, tensors, out, specs, sizes, op=op, tag=tag)
-                raise
+            self._calls.refuse(error, partial(check_types, call, tensors, out, specs, sizes, op=op, tag=tag))
 
     def all_gather_into_tensor(self, out: Tensor, x: Tensor, *, sizes: Sequence[int] | None = None) -> Tensor:
         """`x` (n, ...) of every rank, in rank order -> `out` (ranks * n, ...) or (ranks, n, ...). `sizes`: rows a rank, where they differ."""
@@ -172,9 +170,11 @@ class Communicator:
         self, x: Tensor, dim: int, rows: int | tuple[int, int], *, sizes: Sequence[int] | None = None, tag: str = ""
     ) -> Tensor:
         """`x`, my rows of dim `dim` -> the same with `rows` more from each neighbour, or (before, after); none beyond the first and the last rank."""
-        with self._calls.refusing():
+        try:
             check_types("halo", [x], None, "", None)
             spec, name = halo_spec(x, dim, rows)
+        except INPUT_ERRORS as error:
+            self._calls.refuse(error)
         return self.exchange([x], spec, sizes=rows_of(name, sizes), tag=tag, call="halo")[0]
 
     def barrier(self) -> None:

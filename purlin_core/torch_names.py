@@ -12,7 +12,6 @@ from purlin_core import ops
 from purlin_core.arguments import check_shares, check_types
 from purlin_core.calls import Calls
 from purlin_core.collectives import as_spec, rows_of
-from purlin_core.errors import INPUT_ERRORS
 from purlin_core.facts import facts_of
 from purlin_core.memory import address_of
 from purlin_core.plan import freeze_sizes
@@ -35,11 +34,7 @@ def into(calls: Calls, call: str, out: Tensor, x: Tensor, sizes: Sequence[int] |
             prepared = calls.planned(key, call, partial(_prepare, calls, call, out, x, sizes, op))
         calls.run(prepared, (x,), (out,), [at], [to], key)
     except (AttributeError, TypeError, ValueError) as error:
-        with calls.refusing():
-            if not isinstance(error, INPUT_ERRORS):
-                check_types(call, [x], [out], "", None, op=op)
-                check_shares(call, {"sizes": sizes})
-            raise
+        calls.refuse(error, partial(_check, call, out, x, op, sizes=sizes))
     return out
 
 
@@ -59,12 +54,14 @@ def all_to_all(
             prepared = calls.planned(key, call, make)
         calls.run(prepared, (x,), (out,), [at], [to], key)
     except (AttributeError, TypeError, ValueError) as error:
-        with calls.refusing():
-            if not isinstance(error, INPUT_ERRORS):
-                check_types(call, [x], [out], "", None)
-                check_shares(call, {"out_sizes": out_sizes, "in_sizes": in_sizes})
-            raise
+        calls.refuse(error, partial(_check, call, out, x, "sum", out_sizes=out_sizes, in_sizes=in_sizes))
     return out
+
+
+def _check(call: str, out: Tensor, x: Tensor, op: Op, **shares: Sequence[int] | None) -> None:
+    """The types of all arguments."""
+    check_types(call, [x], [out], "", None, op=op)
+    check_shares(call, shares)
 
 
 def _prepare(calls: Calls, call: str, out: Tensor, x: Tensor, sizes: Sequence[int] | None, op: Op) -> Prepared:
