@@ -5,7 +5,7 @@
 namespace purlin::gpu {
 
 // Bytes a team from which on bulk copies carry boxes; second: where what stays at home has blocks of its own. One stretch lanes carry as fast, and begin sooner.
-constexpr i64 bulk_from = 64 << 10, bulk_apart_from = 512 << 10;
+constexpr i64 bulk_from = 64 << 10, bulk_apart_from = 128 << 10;
 
 template <bool flat, int ranks>
 __global__ void __launch_bounds__(block_threads, 1) direct_kernel(const __grid_constant__ Launches<ranks> all) {

@@ -220,24 +220,29 @@ def told(refusal: BaseException, *, entered: int) -> str:
 
 
 def errors_where_rank_1(
-    refuses: Callable[[Communicator], object], *, first: Callable[[Communicator], object]
+    refuses: Callable[[Communicator], object],
+    *,
+    first: Callable[[Communicator], object],
+    meet: Callable[[Communicator], object] = Communicator.barrier,
+    ranks: int = RANKS,
+    **world: Any,
 ) -> list[Any]:
-    """After `first`, which all make, the others make a call too, once rank 1 has done that: they stall."""
+    """After `first`, which all make, the others meet, once rank 1 has done that: they stall."""
     done = threading.Event()
 
     def work(comm: Communicator) -> None:
         first(comm)
         if comm.rank != 1:
             assert done.wait(TIMEOUT)
-            comm.barrier()
+            meet(comm)
         try:
             refuses(comm)
         finally:
             done.set()
 
-    with world_of(RANKS, timeout=0.1) as world:
-        errors = errors_of(world, work)
-    assert type(errors[0]) is type(errors[2]) is StallError, errors
+    with world_of(ranks, **{"timeout": 0.1, **world}) as made:
+        errors = errors_of(made, work)
+    assert all(type(error) is StallError for rank, error in enumerate(errors) if rank != 1), errors
     return errors
 
 

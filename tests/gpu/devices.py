@@ -31,6 +31,18 @@ def settled(world: LocalWorld) -> None:
         comm.check()
 
 
+def awaited(call: Callable[[Communicator], object]) -> Callable[[Communicator], object]:
+    """The call, and what the kernel found."""
+
+    def work(comm: Communicator) -> object:
+        result = call(comm)
+        torch.cuda.current_stream().synchronize()
+        comm.check()
+        return result
+
+    return work
+
+
 def on_gpu(x: Tensor, device: torch.device | str = DEVICE) -> Tensor:
     """The same bits there, with gaps in memory where `x` has them."""
     return x.to(device) if x.is_contiguous() else spread(x.contiguous().to(device))

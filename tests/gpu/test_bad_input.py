@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from purlin_core import Communicator, DeviceError, LocalWorld
-from tests.core.test_bad_input import BAD, RANKS, assert_named
+from tests.core.test_bad_input import BAD, RANKS, assert_named, errors_where_rank_1, on_its_device, told
 from tests.core.worlds import errors_of
-from tests.gpu.devices import DEVICE, gpu_world, settled
+from tests.gpu.devices import DEVICE, awaited, gpu_world, settled
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +25,23 @@ def world() -> Iterator[LocalWorld]:
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named_on_every_rank_and_the_next_call_works(name: str, world: LocalWorld) -> None:
     assert_named(name, world)
+
+
+@pytest.mark.parametrize("heap_bytes", [0, 64])
+@pytest.mark.parametrize("name", ["scalar", "no arrow", "float8 sum"])
+def test_what_one_rank_alone_refuses_is_told_by_those_who_wait_for_it(name: str, heap_bytes: int) -> None:
+    meet = awaited(Communicator.barrier)
+
+    def first(comm: Communicator) -> None:
+        meet(comm)
+        if heap_bytes:
+            comm.reserve(heap_bytes)  # over another connection, whose calls are counted from its start
+
+    refuses = on_its_device(BAD[name].call)
+    told_by, refused = errors_where_rank_1(
+        refuses, first=first, meet=meet, ranks=2, device=DEVICE, fused=True, timeout=0.5
+    )
+    assert str(told_by).endswith(told(refused, entered=1 if heap_bytes else 2))  # the first call is set-up's
 
 
 def test_tensors_of_the_host_are_refused_by_name(world: LocalWorld) -> None:

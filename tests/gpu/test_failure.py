@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from purlin_core import Communicator, LocalWorld, MismatchError, PeerError, SetupError, StallError
 from tests.core.test_disagreement import ODD, assert_named
 from tests.core.worlds import REGIMES, errors_of
-from tests.gpu.devices import DEVICE, gpu_world, settled
+from tests.gpu.devices import DEVICE, awaited, gpu_world, settled
 
 pytestmark = pytest.mark.gpu
 
@@ -24,18 +24,6 @@ def gather(comm: Communicator, size: int = 300) -> torch.Tensor:
     return comm.all_gather_into_tensor(
         make((comm.ranks * size,)), torch.full((size,), float(comm.rank), device=comm.device)
     )
-
-
-def awaited(call: Callable[[Communicator], object]) -> Callable[[Communicator], object]:
-    """The call, and what the kernel found."""
-
-    def work(comm: Communicator) -> object:
-        result = call(comm)
-        torch.cuda.current_stream().synchronize()
-        comm.check()
-        return result
-
-    return work
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from tests.gpu.test_pictures import FAMILIES, GPU, TOLERANCE, built, difference,
 pytestmark = pytest.mark.gpu
 
 STEPS = 4
+RECORDED = sorted(set(FAMILIES) - {"qwenimage"})  # its plan says why not
 RANKS = [1, 2, 3]
 
 
@@ -43,7 +44,7 @@ def done(handle: Handle) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("mode", ["gather_kv", "ulysses", "auto"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RECORDED)
 def test_pictures_by_replays_are_the_same(family: str, mode: str, ranks: int) -> None:
     pipe = built(family)
     wanted = [draw(pipe, seed=seed, num_inference_steps=STEPS) for seed in range(2)]
@@ -337,7 +338,7 @@ def test_ranks_that_bring_a_communicator_each_of_one_world_stay_eager_and_say_wh
 
 # ---- a GPU a rank ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mode", ["gather_kv", "ulysses", "auto"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", RECORDED)
 @pytest.mark.usefixtures("two_gpus")
 def test_threads_with_a_gpu_each_record_each(family: str, mode: str) -> None:
     pipe = built(family)

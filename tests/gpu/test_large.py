@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -119,6 +120,25 @@ def test_tensors_may_end_oddly_amid_what_bulk_copies_carry(granted: bool) -> Non
         for outs in results:
             for k, out in enumerate(outs):
                 assert torch.equal(out.cpu(), torch.cat([mine[k] for mine in xs]))
+
+
+@pytest.mark.parametrize("way", ["fused", "streams"])
+def test_outputs_of_peers_may_begin_where_bulk_copies_do_not_reach(way: str) -> None:
+    """A rank whose own tensors begin at multiples of 16 bytes sends boxes in bulk, and loads them before it hears where they go."""
+    rows, width = 1024, 4096
+    xs = [random_tensor((rows, width), torch.int16, rank) for rank in range(2)]
+    wanted = Spec.parse("r@ c -> r c@").reference(xs)
+    with gpu_world(2, way, heap_bytes=32 << 20) as world:
+
+        def call(comm: Communicator, odd: int) -> Tensor:
+            first = comm.rank == odd
+            out = comm.empty((first + rows * width,), torch.int16)[first:].view(2 * rows, width // 2)
+            return comm.redistribute(xs[comm.rank].to(DEVICE), "r@ c -> r c@", out=out)
+
+        for odd in (1, 0, 2):
+            results = world.run(partial(call, odd=odd))
+            settled(world)
+            assert all(same_bits(out.cpu(), one) for out, one in zip(results, wanted, strict=True)), odd
 
 
 @pytest.mark.parametrize("way", ["fused", "streams"])

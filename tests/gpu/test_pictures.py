@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from purlin_diffusion.pipelines import flux, sd3
+from purlin_diffusion.pipelines import flux, qwenimage, sd3
 from torch import Tensor
 
 from purlin_core import Communicator, LocalWorld
@@ -28,6 +28,7 @@ FAMILIES = {
     "flux": flux.tiny,
     "sd3": sd3.tiny,
     "sd3.5": lambda **how: sd3.tiny(qk_norm="rms_norm", dual_layers=(0,), **how),
+    "qwenimage": qwenimage.tiny,
 }
 MODES = ("gather_kv", "ulysses")
 TINY = ("--model", "tiny:flux", "--steps", "2", "--height", "48", "--width", "80", "--device", "cuda")

@@ -76,7 +76,7 @@ class Relay : public RingHands {
 
   // Where an item lies is found out once for all of its pieces: by a warp, it takes as long as a piece does.
   __device__ void copy(const Place& to, const Place& from, Range range) {
-    if (to.flat() && from.flat() && to.first == from.first) return;
+    if (!to.shared && to.flat() && from.flat() && to.first == from.first) return;
     for_each_item(to, from, range,
                   [&](int k, i64 at, i64 lo, i64 hi) { carry_all(stretch(to, k, at), stretch(from, k, at), lo, hi); });
   }
@@ -114,17 +114,10 @@ class Relay : public RingHands {
   }
   template <class F>
   __device__ Arrival expect(int n, F mark, Where where) {
-    if (where.what != Where::What::grant) {
-      // Of one mark a peer, without a loop: one around this wait cost each chunk of a ring 0.7 us.
-      bool bad = loads_ && lane_ < n && !tagged_gently(l_, team_, mark(ptx::here(lane_)), lane_, where);
-      return loads_ ? verdict(bad) : has_failed() ? Arrival::never : Arrival::yes;
-    }
-    bool bad = false;
-    for (int i = lane_; loads_ && i < n; i += warp)
-      bad |= !tagged_gently(l_, team_, mark(ptx::here(i)), l_.call.peer_of_mark(i), where);
-    Arrival how = loads_ ? verdict(bad) : has_failed() ? Arrival::never : Arrival::yes;
-    // A grant says where to: the storer needs it before it knows its first place.
-    return ptx::barrier_or(role_barrier(), relay_threads, how != Arrival::yes) ? Arrival::never : Arrival::yes;
+    if (where.what == Where::What::grant) return expect_grants(n, mark, where);
+    // Of one mark a peer, without a loop: one around this wait cost each chunk of a ring 0.7 us.
+    bool bad = loads_ && lane_ < n && !tagged_gently(l_, team_, mark(ptx::here(lane_)), lane_, where);
+    return loads_ ? verdict(bad) : has_failed() ? Arrival::never : Arrival::yes;
   }
   __device__ void drain() {
     if (loads_) {
@@ -137,41 +130,45 @@ class Relay : public RingHands {
   }
 
  private:
-  // -- pieces: number k goes through cell k % cells
-  __device__ void carry_all(const Stretch& to, const Stretch& from, i64 lo, i64 hi) {
-    i64 whole = is_even(to, lo, hi) && is_even(from, lo, hi) ? lo + ((hi - lo) & ~i64{15}) : lo;
-#pragma unroll 1
-    for (; lo < whole; lo += cell_bytes) carry(to, from, lo, smaller(whole, lo + cell_bytes));
-    if (whole < hi) carry_odd(to, from, whole, hi);
+  // A grant says where to: who stores waits for it. Who loads goes ahead as far as there are cells.
+  template <class F>
+  __device__ Arrival expect_grants(int n, F mark, Where where) {
+    if (loads_) return Arrival::yes;
+    bool bad = false;
+    for (int i = lane_; i < n; i += warp)
+      bad |= !tagged_gently(l_, team_, mark(ptx::here(i)), l_.call.peer_of_mark(i), where);
+    return verdict(bad);
   }
-  __device__ void carry(const Stretch& to, const Stretch& from, i64 lo, i64 hi) {
+
+  // -- pieces: number k goes through cell k % cells. How bytes are cut into them, `from` alone decides: who loads may not know yet where they go.
+  __device__ void carry_all(const Stretch& to, const Stretch& from, i64 lo, i64 hi) {
+    i64 whole = is_even(from, lo, hi) ? lo + ((hi - lo) & ~i64{15}) : lo;
+    bool bulk = loads_ || is_even(to, lo, whole);
+#pragma unroll 1
+    for (; lo < whole; lo += cell_bytes) carry(to, from, lo, smaller(whole, lo + cell_bytes), bulk);
+    if (whole < hi) carry(to, from, whole, hi, false);
+  }
+  // Not in bulk, the storer's lanes copy the piece from where it lies.
+  __device__ void carry(const Stretch& to, const Stretch& from, i64 lo, i64 hi, bool bulk) {
     unsigned k = pieces_++, cell = k % cells;
     char* bytes = memory_ + cell * cell_bytes;
     if (loads_) {
       if (!is_free(k)) return;
-      if (lane_ == 0) ptx::gate_expect(x_->full + cell, static_cast<unsigned>(hi - lo));
+      if (lane_ == 0) ptx::gate_expect(x_->full + cell, bulk ? static_cast<unsigned>(hi - lo) : 0);
       __syncwarp();
-      for_each_run(from, lo, hi, lane_, [&](char* at, unsigned offset, unsigned count) {
-        ptx::bulk_load(bytes + offset, at, count, x_->full + cell);
-      });
+      if (bulk)
+        for_each_run(from, lo, hi, lane_, [&](char* at, unsigned offset, unsigned count) {
+          ptx::bulk_load(bytes + offset, at, count, x_->full + cell);
+        });
       loaded_ = pieces_;
     } else {
       if (!is_full(k)) return;
-      for_each_run(to, lo, hi, lane_,
-                   [&](char* at, unsigned offset, unsigned count) { ptx::bulk_store(at, bytes + offset, count); });
-      give_up(k);
-    }
-  }
-  __device__ void carry_odd(const Stretch& to, const Stretch& from, i64 lo, i64 hi) {
-    unsigned k = pieces_++;
-    if (loads_) {
-      if (!is_free(k)) return;
-      if (lane_ == 0) ptx::gate_arrive(x_->full + k % cells);
-      __syncwarp();
-      loaded_ = pieces_;
-    } else {
-      if (!is_full(k)) return;
-      copy_stretch(to, from, lo, hi, {lane_, warp});
+      if (bulk) {
+        for_each_run(to, lo, hi, lane_,
+                     [&](char* at, unsigned offset, unsigned count) { ptx::bulk_store(at, bytes + offset, count); });
+      } else {
+        copy_stretch(to, from, lo, hi, {lane_, warp});
+      }
       give_up(k);
     }
   }
