@@ -202,6 +202,7 @@ class Communicator:
         """A tensor that peers can reach: passed as `out` by every rank, they write an exchange's result straight into it.
 
         In an all-reduce they read it there, too; of a reduce-scatter they read its input where that is such a tensor. Freeing is local.
+        On a GPU the memory of one that is freed is given to the next at once: let streams that use such tensors wait for one another.
         Raises ShapeError when the heap has no room (`heap_bytes`, reserve()).
         """
         self._calls.check_usable("empty")

@@ -1,6 +1,7 @@
 """Outputs that peers may be granted: a first-fit allocator over a part of the arena. Freeing is local: when a tensor dies, its bytes are free.
 
-On a GPU they are free in stream order, as with torch's allocator: a tensor is used on the stream that is current when it is made.
+On a GPU they are given to the next tensor at once, which is right in the order of one stream. Unlike torch's allocator this one does not tell
+streams apart: who makes or uses tensors on several lets them wait for one another.
 """
 
 from __future__ import annotations

@@ -92,6 +92,7 @@ MUTANTS = (
                  (drop("if (whole < hi) carry(to, from, whole, hi, false);"),), ("staged",)),
     Mutant("relay: pieces are cut by where they go, too", RELAY, GRANTS,
                  (("i64 whole = is_even(from, lo, hi) ?", "i64 whole = is_even(to, lo, hi) && is_even(from, lo, hi) ?"),), ("direct",)),
+    Mutant("relay: nobody waits for grants", RELAY, GRANTS, (("if (loads_) return Arrival::yes;", "return Arrival::yes;"),), ("direct",)),
     Mutant("ring: no wait for credit", RING, RINGS, ((".empty() ? Mark{} : credit(p, step)", ".empty() ? Mark{} : Mark{}"),), ("staged",)),
     Mutant("ring: one credit too many", RING, RINGS, (("credit_for(sent(p, step), c.geo", "credit_for(sent(p, step) - 1, c.geo"),),
                  ("staged",)),

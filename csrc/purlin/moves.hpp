@@ -85,15 +85,16 @@ struct Grant {
 
 // Where wire bytes lie: one after the other, or in boxes of tensors, or in boxes of a peer's granted outputs.
 struct Place {
-  const Item* items;  // nullptr: wire byte x lies at first + x
+  const Item* items;  // nullptr: wire byte x lies at begin() + x
   int count;
   char* first;
   char* const* tensors;  // base of each tensor, or nullptr
-  char* arena;           // with `grants`: tensor k begins at arena + grants[k].place
+  char* arena;           // with `grants`: tensor k begins at arena + grants[k].place, of a flat place the one there is
   const Grant* grants;
   bool shared;  // a slot, or a peer's: another rank reads what is written here
 
   PURLIN_FN bool flat() const { return items == nullptr; }
+  PURLIN_FN char* begin() const { return grants ? first + grants->place : first; }  // flat() only
   PURLIN_FN char* base(int tensor) const { return grants ? arena + grants[tensor].place : tensors[tensor]; }
 };
 // `flat`: all routes of the call are, and the compiler knows it.
@@ -102,10 +103,12 @@ PURLIN_FN Place in_tensors(const Route& route, char* const* tensors) {
   if (flat || route.flat()) return {nullptr, 0, tensors[route.tensor] + route.offset, nullptr, nullptr, nullptr, false};
   return {route.items, route.count, nullptr, tensors, nullptr, nullptr, false};
 }
+// Unless the compiler knows it to be flat, grants are looked at where bytes are stored: who only loads may be ahead of them.
 template <bool flat = false>
 PURLIN_FN Place in_granted(const Route& route, char* arena, const Grant* grants) {
-  if (flat || route.flat())
+  if constexpr (flat)
     return {nullptr, 0, arena + grants[route.tensor].place + route.offset, nullptr, nullptr, nullptr, true};
+  if (route.flat()) return {nullptr, 0, arena + route.offset, nullptr, arena, grants + route.tensor, true};
   return {route.items, route.count, nullptr, nullptr, arena, grants, true};
 }
 PURLIN_FN Place in_slot(char* slot, i64 origin) {  // whose first byte is wire byte `origin`
@@ -117,7 +120,7 @@ class Cursor {
  public:
   PURLIN_FN Cursor(const Place& place, i64 wire) : place_(place) {
     if (place.flat()) {
-      row_ = place.first + wire;
+      row_ = place.begin() + wire;
       left_ = forever;
     } else {
       while (item_ < place.count && place.items[item_].at + place.items[item_].bytes <= wire) ++item_;

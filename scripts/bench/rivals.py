@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.cases import Allocate, Case, Parts, dim_down, fill, make, wrong
+from bench.cases import UNEVEN_SUFFIX, Allocate, Case, Parts, dim_down, fill, make, wrong
 from bench.worlds import Force, World
 from purlin_core import Communicator
 
@@ -78,9 +78,9 @@ def ordinary(world: World) -> dict[int, Allocate]:
 
 
 # By the names that torch has for them, as users of torch call them; all else by its spec.
-NAMED: Mapping[str, Callable[[Communicator, Tensor, Tensor], object]] = {
-    "all_gather": lambda comm, out, x: comm.all_gather_into_tensor(out, x),
-    "reduce_scatter": lambda comm, out, x: comm.reduce_scatter_tensor(out, x),
+NAMED: Mapping[str, Callable[[Communicator, Tensor, Tensor, Sequence[int] | None], object]] = {
+    "all_gather": lambda comm, out, x, shares: comm.all_gather_into_tensor(out, x, sizes=shares),
+    "reduce_scatter": lambda comm, out, x, shares: comm.reduce_scatter_tensor(out, x, sizes=shares),
 }
 
 
@@ -91,7 +91,7 @@ def purlin(case: Case, world: World, depth: int, *, granted: bool, force: Force 
     heaps: dict[int, Allocate] = {rank: comm.empty for rank, comm in comms.items()} if granted else plain
     sets = sets_of(case, world, depth, *((heaps, plain) if case.lends_inputs else (plain, heaps)))
     steps = [(step.spec, step.sizes) for step in case.steps]
-    named = NAMED.get(case.collective)
+    named, shares = NAMED.get(case.collective.removesuffix(UNEVEN_SUFFIX)), case.steps[0].shares or None
 
     def limit(rank: int) -> AbstractContextManager[None]:
         return force.limit(comms[rank]) if force is not None else nullcontext()
@@ -102,7 +102,7 @@ def purlin(case: Case, world: World, depth: int, *, granted: bool, force: Force 
                 if named is None:
                     comms[rank].exchange(given, spec, sizes=sizes, out=outs)
                 else:
-                    named(comms[rank], outs[0], given[0])
+                    named(comms[rank], outs[0], given[0], shares)
 
     rank = world.here[0]
     given, outs = sets[0][rank][0]

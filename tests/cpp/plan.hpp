@@ -178,15 +178,17 @@ class Builder {
   void place(int r) {
     Part& p = part(r);
     Area outputs = s_.regime == Regime::direct || random_.chance(30) ? Area::heap : Area::own;
-    if (s_.form == Form::apart) p.inputs = place(p, in(r), s_.lends_inputs() ? Area::heap : Area::own);
-    p.outputs = place(p, out(r), outputs);
+    if (s_.form == Form::apart) p.inputs = place(p, in(r), s_.lends_inputs() ? Area::heap : Area::own, s_.grain);
+    // Where a peer's outputs begin is nothing that ranks agree on.
+    bool own_grain = s_.form == Form::apart && s_.kind == Kind::copy && random_.chance(25);
+    p.outputs = place(p, out(r), outputs, own_grain ? i64{1} << random_.below(4) : s_.grain);
     if (s_.form == Form::in_place) p.inputs = p.outputs;
   }
-  std::vector<int> place(Part& p, const Shelf& shelf, Area area) {
+  std::vector<int> place(Part& p, const Shelf& shelf, Area area, i64 grain) {
     std::vector<int> regions;
     i64& end = area == Area::heap ? p.heap_bytes : p.own_bytes;
     for (int k = 0; k < shelf.tensors(); ++k) {
-      Region region{area, round_up(end + random_.below(40), s_.grain), {}, {}};
+      Region region{area, round_up(end + random_.below(40), grain), {}, {}};
       region.before.resize(static_cast<size_t>(shelf.bytes(k) + random_.below(9)));
       for (char& c : region.before) c = static_cast<char>(random_.next());
       region.after = region.before;

@@ -56,6 +56,34 @@ def test_a_rank_that_never_calls_is_named_within_the_timeout(way: str, regime: s
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("leaves", [False, True])
+def test_bulk_copies_that_are_ahead_of_a_grant_end_when_none_comes(leaves: bool, way: str) -> None:
+    """Who loads waits for cells then, which who stores would free."""
+    shape = (1 << 10, 1 << 12)
+
+    def exchange(comm: Communicator) -> object:
+        out = comm.empty((2 * shape[0], shape[1] // 2), torch.int16)
+        return comm.redistribute(torch.zeros(shape, dtype=torch.int16, device=DEVICE), "r@ c -> r c@", out=out)
+
+    def work(comm: Communicator) -> object:
+        if comm.rank == 0:
+            return awaited(exchange)(comm)
+        return comm.abort("the user pressed stop") if leaves else None
+
+    with the_gpu_lives(), gpu_world(2, way, heap_bytes=64 << 20, timeout=0.5) as world:
+        world.run(exchange)
+        settled(world)
+        assert world.communicators[0].stats().regimes == {"direct": 1}
+        began = time.monotonic()
+        error, _ = errors_of(world, work)
+        assert time.monotonic() - began < 5
+        assert type(error) is (PeerError if leaves else StallError), error
+        assert "redistribute" in str(error) and (
+            "the user pressed stop" if leaves else "waited 0.5 s for rank 1"
+        ) in str(error)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_raises_inside_guard_is_named_with_its_text_at_once(way: str) -> None:
     known: list[tuple[float, str]] = []
     raised = [0.0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from purlin_core import Communicator, MismatchError
 from purlin_core.spec import Spec
-from purlin_core.tune import cuda_scratch
+from purlin_core.tune import Regime, cuda_scratch
 from tests.core.worlds import errors_of, random_tensor, same_bits
 from tests.gpu.devices import DEVICE, gpu_world, settled
 
@@ -21,6 +21,9 @@ pytestmark = pytest.mark.gpu
 ROWS, WIDTH = 1020, 4212
 SPECS = ("r@ c -> r c", "r@ c -> r c@", "+r c -> r c", "+r c -> r@ c", "r@ c -> c r")
 HEAP_BYTES = 96 << 20
+BULK_TEAM_BYTES = (
+    256 << 10
+)  # of a rank's tensor, half of which goes to its peer: boxes go by bulk copies then (csrc/cuda/direct.cu)
 
 
 def inputs_of(turn: int) -> list[Tensor]:
@@ -122,18 +125,22 @@ def test_tensors_may_end_oddly_amid_what_bulk_copies_carry(granted: bool) -> Non
                 assert torch.equal(out.cpu(), torch.cat([mine[k] for mine in xs]))
 
 
-@pytest.mark.parametrize("way", ["fused", "streams"])
-def test_outputs_of_peers_may_begin_where_bulk_copies_do_not_reach(way: str) -> None:
-    """A rank whose own tensors begin at multiples of 16 bytes sends boxes in bulk, and loads them before it hears where they go."""
-    rows, width = 1024, 4096
-    xs = [random_tensor((rows, width), torch.int16, rank) for rank in range(2)]
-    wanted = Spec.parse("r@ c -> r c@").reference(xs)
-    with gpu_world(2, way, heap_bytes=32 << 20) as world:
+@pytest.mark.parametrize("spec", ["r@ c -> r c@", "r c@ -> r@ c", "h@ r c -> r h c"])  # the last: runs of 64 bytes
+def test_outputs_of_peers_may_begin_where_bulk_copies_do_not_reach(spec: str) -> None:
+    """A rank whose own tensors begin at multiples of 16 bytes sends boxes in bulk, and loads them before it hears where they go. Of ranks that launch
+    together none would: one kernel must fit all."""
+    shape = (4, 1 << 15, 32) if "h" in spec else (1 << 10, 1 << 12)
+    xs = [random_tensor(shape, torch.int16, rank) for rank in range(2)]
+    wanted = Spec.parse(spec).reference(xs)
+    with gpu_world(2, "streams", heap_bytes=48 << 20) as world:
 
         def call(comm: Communicator, odd: int) -> Tensor:
+            x, mine = xs[comm.rank].to(DEVICE), wanted[comm.rank]
             first = comm.rank == odd
-            out = comm.empty((first + rows * width,), torch.int16)[first:].view(2 * rows, width // 2)
-            return comm.redistribute(xs[comm.rank].to(DEVICE), "r@ c -> r c@", out=out)
+            out = comm.empty((first + mine.numel(),), torch.int16)[first:].view(mine.shape)
+            schedule = comm.plan([x], spec, out=[out]).schedule
+            assert schedule.regime is Regime.DIRECT and x.nbytes >= schedule.teams * BULK_TEAM_BYTES
+            return comm.redistribute(x, spec, out=out)
 
         for odd in (1, 0, 2):
             results = world.run(partial(call, odd=odd))

@@ -7,9 +7,9 @@ namespace purlin::gpu {
 
 class Held {
  public:
-  // The first round of these bytes, for all copies that begin with it until it is forgotten; nothing where they do not lie in vectors.
+  // The first round of these bytes, for all copies that begin with it until it is forgotten; nothing where they do not lie in vectors, or others are held.
   __device__ __forceinline__ void read_ahead(const char* from, i64 bytes, Lanes team) {
-    if ((bits(from) & 15) != 0) return;
+    if (ahead_ || (bits(from) & 15) != 0) return;
     read(from, round_of(bytes, team), team);
     ahead_ = from;
   }

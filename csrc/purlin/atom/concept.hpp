@@ -4,7 +4,8 @@
 //   R1  Operations are started, not done. Within a role, copies, reductions, puts, notifies and lends take effect in order.
 //   R2  What a role moved need not be visible to a peer before the notify or lend that follows it; then it is.
 //   R3  What is started is performed in bounded time whatever the role does next; wait, expect, take and drain push it out. Pushing never blocks on a peer.
-//   R4  After wait or expect, all later operations of the role see what the word published; a packet publishes its payload and nothing else.
+//   R4  After wait or expect, all later operations of the role see what the word published, but for what `ahead` has said that they read; a packet
+//       publishes its payload and nothing else.
 //   R5  A tag of another signature ends a wait at once, whatever the other peers do. After anything but Arrival::yes the role starts nothing more;
 //       drain still completes.
 //   R6  The roles of a team share no variable; meet() is the one place where two of them wait for each other.
@@ -96,7 +97,7 @@ concept Atom = requires(A a, int n, Place place, Range range, Sum sum, Where whe
   // Start: the wire bytes of `range`, to a place, from a place.
   a.copy(place, place, range);
   // A hint, ahead of a wait: copies from this place and range follow in this step. What they send may be read once for all
-  // of them, from here on.
+  // of them, from here on. There may be several.
   a.ahead(place, range);
   // Start: how many places, to(k) the k-th; my contribution, contributions, slot(k) of the k-th but mine, my k; added in
   // rank order. The sum goes to all places.

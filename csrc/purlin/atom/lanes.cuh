@@ -50,7 +50,7 @@ struct Stretch {
 
 // `item` of a place, which begins at wire byte `at`.
 __device__ __forceinline__ Stretch stretch(const Place& place, int item, i64 at) {
-  if (place.flat()) return {nullptr, place.first + at};
+  if (place.flat()) return {nullptr, place.begin() + at};
   const Box& box = place.items[item].box;
   return {box.dims ? &box : nullptr, place.base(box.tensor) + box.offset};
 }
@@ -225,12 +225,13 @@ inline __device__ __noinline__ void copy_stretch(Stretch to, Stretch from, i64 l
 }
 inline __device__ __noinline__ void copy_boxes(const Place& to, const Place& from, Range range, Lanes team) {
   for_each_item(to, from, range, [&](int k, i64 at, i64 lo, i64 hi) {
-    copy_stretch(stretch(to, k, at), stretch(from, k, at), lo, hi, team);
+    Stretch there = stretch(to, k, at), here = stretch(from, k, at);
+    if (there.first != here.first) copy_stretch(there, here, lo, hi, team);  // but in place
   });
 }
 __device__ __forceinline__ void copy(const Place& to, const Place& from, Range range, Lanes team) {
   if (to.flat() && from.flat()) {
-    copy_flat(to.first + range.lo, from.first + range.lo, range.hi - range.lo, team);
+    copy_flat(to.begin() + range.lo, from.begin() + range.lo, range.hi - range.lo, team);
   } else {
     copy_boxes(to, from, range, team);
   }
@@ -238,7 +239,7 @@ __device__ __forceinline__ void copy(const Place& to, const Place& from, Range r
 // The same where latency is not at stake: small where it is called.
 __device__ __forceinline__ void copy_apart(const Place& to, const Place& from, Range range, Lanes team) {
   if (to.flat() && from.flat()) {
-    copy_called(to.first + range.lo, from.first + range.lo, range.hi - range.lo, team);
+    copy_called(to.begin() + range.lo, from.begin() + range.lo, range.hi - range.lo, team);
   } else {
     copy_boxes(to, from, range, team);
   }

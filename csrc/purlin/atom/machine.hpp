@@ -38,7 +38,7 @@ struct Role {
   bool draining = false;
   Clock start, seen;  // at the call's entry, and now
   std::uint32_t tick = 0;
-  Held held;
+  std::vector<Held> held;
   std::deque<Act> queue;   // performed in order
   std::vector<Act> loose;  // performed in any order
 

@@ -69,13 +69,14 @@ class Model : Acts {
     if (!m_.random.chance(50)) return;
     Role& r = role();
     m_.note(&r, "reads ahead, wire [%lld, %lld)", range.lo, range.hi);
-    r.held = {from, range, std::make_shared<std::string>(load(r, view(r, r.seen), from, range))};
+    r.held.push_back({from, range, std::make_shared<std::string>(load(r, view(r, r.seen), from, range))});
     m_.yield();
   }
   void copy(Place to, Place from, Range range) {
     starts("copy");
     Role& r = role();
-    auto held = r.held.is(from, range) ? r.held.bytes : nullptr;
+    auto known = std::find_if(r.held.begin(), r.held.end(), [&](const Held& some) { return some.is(from, range); });
+    auto held = known == r.held.end() ? nullptr : known->bytes;
     r.queue.push_back([this, &r, seen = r.seen, to, from, range, held] {
       m_.note(&r, "copies wire [%lld, %lld)", range.lo, range.hi);
       Clock now = view(r, seen);
@@ -259,7 +260,7 @@ class Model : Acts {
     if (i < 0 || i >= behaves.steps()) return;
     as(r);
     behaves.step(i);
-    r.held = {};
+    r.held.clear();
   }
   template <class R>
   void end(Role& r, R& behaves) {

@@ -64,8 +64,8 @@ class Acts {
   }
   void knows_grants(const Role& r, const Place& to, const Clock& now) {
     if (!to.grants) return;
-    for (int i = 0; i < to.count; ++i) {
-      Word* tag = const_cast<Word*>(&to.grants[to.items[i].box.tensor].tag);
+    for (int i = 0; i < (to.flat() ? 1 : to.count); ++i) {
+      Word* tag = const_cast<Word*>(&to.grants[to.flat() ? 0 : to.items[i].box.tensor].tag);
       Memory::Choice c = m_.memory.choice(tag, r.actor, now);
       if (c.oldest != c.newest) throw Broken("a copy to a place whose grant its role has not acquired");
     }

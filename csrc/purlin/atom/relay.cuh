@@ -1,8 +1,8 @@
 // Relay: two warps a role carry bytes by bulk copies (sm_90 and later): tensor or slot -> a cell of shared memory -> slot or tensor.
-//     loader  waits for words, and loads pieces into free cells                     -> full[cell]
-//     storer  stores full cells, tells the notifies when what they publish is there -> empty[cell]
-// Both walk through the same role; what is in flight between them hides what each step takes. Bytes that bulk copies cannot carry (odd addresses, the last
-// few of an item) pass the cells as a piece of none, and the storer's lanes copy them.
+//     loader  waits for all words but grants, and loads pieces into free cells                            -> full[cell]
+//     storer  waits for grants, stores full cells, tells the notifies when what they publish is there     -> empty[cell]
+// Both walk through the same role; what is in flight between them hides what each step takes. What bulk copies cannot load (odd addresses, the last few bytes
+// of an item) passes the cells as a piece of none, and the storer's lanes copy it; so they do where bulk copies cannot store what was loaded.
 #pragma once
 #include "lanes.cuh"
 #include "tally.cuh"
@@ -76,9 +76,10 @@ class Relay : public RingHands {
 
   // Where an item lies is found out once for all of its pieces: by a warp, it takes as long as a piece does.
   __device__ void copy(const Place& to, const Place& from, Range range) {
-    if (!to.shared && to.flat() && from.flat() && to.first == from.first) return;
-    for_each_item(to, from, range,
-                  [&](int k, i64 at, i64 lo, i64 hi) { carry_all(stretch(to, k, at), stretch(from, k, at), lo, hi); });
+    for_each_item(to, from, range, [&](int k, i64 at, i64 lo, i64 hi) {
+      Stretch here = stretch(from, k, at), there = loads_ && to.shared ? here : stretch(to, k, at);
+      if (to.shared || there.first != here.first) carry_all(there, here, lo, hi);  // but in place
+    });
   }
   template <class T, class F>
   __device__ void reduce(int, T, const Place&, int, F, int, Range, Sum) {}  // Apart
@@ -134,6 +135,7 @@ class Relay : public RingHands {
   template <class F>
   __device__ Arrival expect_grants(int n, F mark, Where where) {
     if (loads_) return Arrival::yes;
+    tell_all();
     bool bad = false;
     for (int i = lane_; i < n; i += warp)
       bad |= !tagged_gently(l_, team_, mark(ptx::here(i)), l_.call.peer_of_mark(i), where);
@@ -185,10 +187,7 @@ class Relay : public RingHands {
     ptx::Gate* gate = x_->full + k % cells;
     if (dead_) return false;
     if (ptx::gate_passed(gate, k / cells & 1)) return true;
-    if (noted_) {  // nothing to do: what has been stored may as well be waited for and told
-      ptx::bulk_stored<0>();
-      tell_noted();
-    }
+    tell_all();  // nothing to do: what has been stored may as well be waited for
     dead_ = !passes(gate, k / cells);
     return !dead_;
   }
@@ -199,6 +198,7 @@ class Relay : public RingHands {
     __syncwarp();
     if (lane_ == 0 && k >= unread) ptx::gate_arrive(x_->empty + (k - unread) % cells);
   }
+  // Who is waited for waits for others, and learns in time that they fail.
   __device__ bool passes(ptx::Gate* gate, unsigned round) const {
     while (!ptx::gate_passed(gate, round & 1))
       if (has_failed()) return false;
@@ -206,6 +206,11 @@ class Relay : public RingHands {
   }
 
   // -- notifies: one is held back until the stores before it are complete
+  __device__ void tell_all() {
+    if (!noted_) return;
+    ptx::bulk_stored<0>();
+    tell_noted();
+  }
   __device__ void tell_noted() {
     if (!noted_) return;
     unsigned since = pieces_ - due_;

@@ -66,7 +66,7 @@ class RingHands : public NoPackets {
   }
   __device__ void meet() const {}  // the roles of a ring never need to
 
-  __device__ void ahead(const Place&, Range) const {}  // who loads is ahead of who stores as it is
+  __device__ void ahead(const Place&, Range) const {}  // of who waits for grants, who loads is ahead as it is
   template <class F>
   __device__ void lend(int, F) const {}  // Borrow
 

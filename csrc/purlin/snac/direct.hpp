@@ -54,11 +54,10 @@ struct StageDirect {
            [&](int p) { return Mark{at().count(p).sent_on(Use::direct), at().sent(p) + at().live(c.pair[p].send)}; });
   }
   PURLIN_FN Direct<A> at() const { return {a, c}; }
-  // What is sent first, of an all-gather to everyone, may be read while grants are on their way: inputs are ready when the call begins, and nobody
-  // writes them before it ends.
+  // What is sent may be read while grants are on their way: inputs are ready when the call begins, and nobody writes them before it ends.
   PURLIN_FN void ahead() {
     for (int p = 0; p < c.peers(); ++p)
-      if (Range range = cut(p); !range.empty()) return a.ahead(source(p), range);
+      if (Range range = cut(p); !range.empty()) a.ahead(source(p), range);
   }
   PURLIN_FN bool granted() {  // all outputs of all peers
     auto grant = [&](int i) {
