@@ -59,11 +59,11 @@ def test_a_rank_that_never_calls_is_named_within_the_timeout(way: str, regime: s
 @pytest.mark.parametrize("leaves", [False, True])
 def test_bulk_copies_that_are_ahead_of_a_grant_end_when_none_comes(leaves: bool, way: str) -> None:
     """Who loads waits for cells then, which who stores would free."""
-    shape = (1 << 10, 1 << 12)
+    xs = [torch.full((1 << 10, 1 << 12), rank, dtype=torch.int16, device=DEVICE) for rank in range(2)]
 
     def exchange(comm: Communicator) -> object:
-        out = comm.empty((2 * shape[0], shape[1] // 2), torch.int16)
-        return comm.redistribute(torch.zeros(shape, dtype=torch.int16, device=DEVICE), "r@ c -> r c@", out=out)
+        out = comm.empty((1 << 11, 1 << 11), torch.int16)
+        return comm.redistribute(xs[comm.rank], "r@ c -> r c@", out=out)
 
     def work(comm: Communicator) -> object:
         if comm.rank == 0:
