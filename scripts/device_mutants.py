@@ -67,10 +67,10 @@ PACKET_SUMS = soak("--regime", "packet", "--kind", "all-reduce")
 RINGS = soak("--regime", "staged", "--kind", "copy")
 SUMS = soak("--regime", "staged", "--kind", "all-reduce")
 GRANTS = soak("--regime", "direct", "--kind", "copy")
-LENT = soak("--regime", "direct", "--kind", "all-reduce")
+LENT = soak("--regime", "direct", "--kind", "all-reduce", calls=8000)
 READ = soak("--regime", "direct", "--kind", "reduce")
 # Two ranks, for there each lane adds as soon as all have lent; on streams of their own, for a launch of both ends when the last lane has added.
-LENT_TO_ONE = soak("--regime", "direct", "--kind", "all-reduce", "--ranks", "2", "--mode", "streams", calls=8000)
+LENT_TO_ONE = soak("--regime", "direct", "--kind", "all-reduce", "--ranks", "2", "--mode", "streams", calls=16000)
 COPIES = soak("--kind", "copy", calls=8000)
 
 # fmt: off
@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant("relay: nobody copies what stays at home in a block of its own", RELAY, RINGS,
                  (("} else if (role_ == gathers) { play(gather); }", "}"),), ("staged",)),
     Mutant("relay: the last bytes of an item are left out", RELAY, RINGS,
-                 (drop("if (whole < hi) carry(to, from, whole, hi, false);"),), ("staged",)),
+                 (drop("if (whole < hi) copy_past(to, from, whole, hi);"),), ("staged",)),
     Mutant("relay: pieces are cut by where they go, too", RELAY, GRANTS,
                  (("i64 whole = is_even(from, lo, hi) ?", "i64 whole = is_even(to, lo, hi) && is_even(from, lo, hi) ?"),), ("direct",)),
     Mutant("relay: nobody waits for grants", RELAY, GRANTS, (("if (loads_) return Arrival::yes;", "return Arrival::yes;"),), ("direct",)),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -353,6 +354,8 @@ def run_test(caught_by: tuple[str, ...], folder: Path) -> tuple[str, str]:
         return f"still running after {RUN_S:.0f} s", ""
     if done.returncode == 0:
         return "", ""
+    if done.stdout.startswith("usage:"):
+        raise ValueError(f"{shlex.join(caught_by)} is not understood: {done.stdout}")
     failure = re.search(r"^seed (\d+): (.+)$", done.stdout, re.MULTILINE)
     if failure:
         return failure[2], str(int(failure[1]) + 1)

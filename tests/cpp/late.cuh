@@ -26,7 +26,9 @@ class Late {
     unsigned call = static_cast<unsigned>(c.progress->calls), draw = mixed(call * 2654435761u + 97);
     unsigned warps = blockDim.x / 32, warp = threadIdx.x / 32, victim = draw >> 4 & 3;
     bool here = static_cast<int>((draw >> 8) % static_cast<unsigned>(c.ranks)) == c.rank;
-    here = here && (victim != 0) && (victim != 1 || warp == mixed(draw) % warps);
+    // One of the first warps or of the last, as a rule: short messages are theirs alone.
+    unsigned nth = mixed(draw) % (1 + mixed(draw + 1) % warps), one = draw & 1 ? nth : warps - 1 - nth;
+    here = here && (victim != 0) && (victim != 1 || warp == one);
     act_ = here ? (draw >> 12) % acts : acts;
     turn_ = (draw >> 16) % (turns + 1);  // turns: each time
     cycles_ = 1000ll << (draw >> 20) % 6;

@@ -337,7 +337,7 @@ inline int soak(int argc, char** argv, Ground& ground) {
   Options options;
   options.calls = ground.limits().calls;
   for (int i = 1; i < argc; i += 2)
-    if (i + 1 == argc || !take_option(options, argv[i], argv[i + 1]) || (options.regime == 2 && options.kind == 1))
+    if (i + 1 == argc || !take_option(options, argv[i], argv[i + 1]))
       return std::printf("usage: %s %s\n", argv[0], usage), 2;
   Census census;
   long calls = 0, passed = 0;

@@ -145,34 +145,50 @@ class Relay : public RingHands {
   // -- pieces: number k goes through cell k % cells. How bytes are cut into them, `from` alone decides: who loads may not know yet where they go.
   __device__ void carry_all(const Stretch& to, const Stretch& from, i64 lo, i64 hi) {
     i64 whole = is_even(from, lo, hi) ? lo + ((hi - lo) & ~i64{15}) : lo;
-    bool bulk = loads_ || is_even(to, lo, whole);
-#pragma unroll 1
-    for (; lo < whole; lo += cell_bytes) carry(to, from, lo, smaller(whole, lo + cell_bytes), bulk);
-    if (whole < hi) carry(to, from, whole, hi, false);
-  }
-  // Not in bulk, the storer's lanes copy the piece from where it lies.
-  __device__ void carry(const Stretch& to, const Stretch& from, i64 lo, i64 hi, bool bulk) {
-    unsigned k = pieces_++, cell = k % cells;
-    char* bytes = memory_ + cell * cell_bytes;
     if (loads_) {
-      if (!is_free(k)) return;
-      if (lane_ == 0) ptx::gate_expect(x_->full + cell, bulk ? static_cast<unsigned>(hi - lo) : 0);
-      __syncwarp();
-      if (bulk)
-        for_each_run(from, lo, hi, lane_, [&](char* at, unsigned offset, unsigned count) {
-          ptx::bulk_load(bytes + offset, at, count, x_->full + cell);
-        });
-      loaded_ = pieces_;
+#pragma unroll 1
+      for (; lo < whole; lo += cell_bytes) load(from, lo, smaller(whole, lo + cell_bytes));
+      if (whole < hi) load_nothing();
     } else {
-      if (!is_full(k)) return;
-      if (bulk) {
-        for_each_run(to, lo, hi, lane_,
-                     [&](char* at, unsigned offset, unsigned count) { ptx::bulk_store(at, bytes + offset, count); });
-      } else {
-        copy_stretch(to, from, lo, hi, {lane_, warp});
-      }
-      give_up(k);
+      bool bulk = is_even(to, lo, whole);
+#pragma unroll 1
+      for (; bulk && lo < whole; lo += cell_bytes) store(to, lo, smaller(whole, lo + cell_bytes));
+#pragma unroll 1
+      for (; lo < whole; lo += cell_bytes) copy_past(to, from, lo, smaller(whole, lo + cell_bytes));
+      if (whole < hi) copy_past(to, from, whole, hi);
     }
+  }
+  __device__ void load(const Stretch& from, i64 lo, i64 hi) {
+    unsigned k = pieces_++, cell = k % cells;
+    if (!is_free(k)) return;
+    if (lane_ == 0) ptx::gate_expect(x_->full + cell, static_cast<unsigned>(hi - lo));
+    __syncwarp();
+    for_each_run(from, lo, hi, lane_, [&](char* at, unsigned offset, unsigned count) {
+      ptx::bulk_load(memory_ + cell * cell_bytes + offset, at, count, x_->full + cell);
+    });
+    loaded_ = pieces_;
+  }
+  __device__ void load_nothing() {
+    unsigned k = pieces_++;
+    if (!is_free(k)) return;
+    if (lane_ == 0) ptx::gate_arrive(x_->full + k % cells);
+    __syncwarp();
+    loaded_ = pieces_;
+  }
+  __device__ void store(const Stretch& to, i64 lo, i64 hi) {
+    unsigned k = pieces_++;
+    const char* bytes = memory_ + k % cells * cell_bytes;
+    if (!is_full(k)) return;
+    for_each_run(to, lo, hi, lane_,
+                 [&](char* at, unsigned offset, unsigned count) { ptx::bulk_store(at, bytes + offset, count); });
+    give_up(k);
+  }
+  // Past the cell, whatever it holds.
+  __device__ void copy_past(const Stretch& to, const Stretch& from, i64 lo, i64 hi) {
+    unsigned k = pieces_++;
+    if (!is_full(k)) return;
+    copy_stretch(to, from, lo, hi, {lane_, warp});
+    give_up(k);
   }
   // Whatever has failed: nothing is on its way into a cell that the next block may be given.
   __device__ void settle() const {
