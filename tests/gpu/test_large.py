@@ -21,9 +21,8 @@ pytestmark = pytest.mark.gpu
 ROWS, WIDTH = 1020, 4212
 SPECS = ("r@ c -> r c", "r@ c -> r c@", "+r c -> r c", "+r c -> r@ c", "r@ c -> c r")
 HEAP_BYTES = 96 << 20
-BULK_TEAM_BYTES = (
-    256 << 10
-)  # of a rank's tensor, half of which goes to its peer: boxes go by bulk copies then (csrc/cuda/direct.cu)
+# From here on boxes go by bulk copies (csrc/cuda/direct.cu): bytes a team of a rank's tensor, half of which goes to its peer.
+BULK_TEAM_BYTES = 256 << 10
 
 
 def inputs_of(turn: int) -> list[Tensor]:
