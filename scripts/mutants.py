@@ -157,9 +157,9 @@ PROTOCOL = (
     mutant("direct: no wait for the grant", DIRECT, MODEL, ("a.expect(c.grants * c.peers(), grant", "a.expect(0, grant")),
     mutant("direct: only the first grant is waited for", DIRECT, MODEL, ("a.expect(c.grants * c.peers(), grant", "a.expect(c.peers(), grant")),
     mutant("direct: what peers write is read ahead", DIRECT, MODEL,
-           ("if (Range range = cut(p); !range.empty()) return a.ahead(source(p), range);",
+           ("if (Range range = cut(p); !range.empty()) a.ahead(source(p), range);",
             "if (Range range = c.pair[p].receive.range(0, a.team(), a.teams()); !range.empty()) "
-            "return a.ahead(in_tensors<A::flat>(c.pair[p].receive, c.output), range);")),
+            "a.ahead(in_tensors<A::flat>(c.pair[p].receive, c.output), range);")),
     mutant("direct: no grant", DIRECT, MODEL, ("? at().offer(p, k, c.output[k]) : GrantMark{}", "? GrantMark{} : GrantMark{}")),
     mutant("direct: notify before the copy", DIRECT, MODEL, swap(DIRECT_COPY, DIRECT_NOTIFY)),
     mutant("direct: no notify", DIRECT, MODEL, drop(DIRECT_NOTIFY)),
