@@ -355,7 +355,7 @@ def run_test(caught_by: tuple[str, ...], folder: Path) -> tuple[str, str]:
     if done.returncode == 0:
         return "", ""
     if done.stdout.startswith("usage:"):
-        raise ValueError(f"{shlex.join(caught_by)} is not understood: {done.stdout}")
+        raise RuntimeError(f"{shlex.join(caught_by)} is not understood: {done.stdout}")
     failure = re.search(r"^seed (\d+): (.+)$", done.stdout, re.MULTILINE)
     if failure:
         return failure[2], str(int(failure[1]) + 1)
