@@ -67,10 +67,10 @@ PACKET_SUMS = soak("--regime", "packet", "--kind", "all-reduce")
 RINGS = soak("--regime", "staged", "--kind", "copy")
 SUMS = soak("--regime", "staged", "--kind", "all-reduce")
 GRANTS = soak("--regime", "direct", "--kind", "copy")
-LENT = soak("--regime", "direct", "--kind", "all-reduce", calls=8000)
+LENT = soak("--regime", "direct", "--kind", "all-reduce")
 READ = soak("--regime", "direct", "--kind", "reduce")
 # Two ranks, for there each lane adds as soon as all have lent; on streams of their own, for a launch of both ends when the last lane has added.
-LENT_TO_ONE = soak("--regime", "direct", "--kind", "all-reduce", "--ranks", "2", "--mode", "streams", calls=16000)
+LENT_TO_ONE = soak("--regime", "direct", "--kind", "all-reduce", "--ranks", "2", "--mode", "streams")
 COPIES = soak("--kind", "copy", calls=8000)
 
 # fmt: off
@@ -117,7 +117,7 @@ MUTANTS = (
                  (drop("a.expect(c.peers(), ready, {Where::What::message, Use::direct, 0});"),), ("direct",)),
     Mutant("direct: notify while lanes still copy", TOGETHER, GRANTS,
                  (("__syncthreads(); store_marks(n, mark, lane(), ptx::store_release);", "store_marks(n, mark, lane(), ptx::store_release);"),),
-                 ("direct",)),
+                 ("direct",), late="copy"),
     Mutant("direct: what was read ahead for one is sent to all", AHEAD, GRANTS,
                  (("if (from != ahead_ || vectors != vectors_) read", "if (!ahead_) read"),), ("direct",)),
     Mutant("direct sums: no wait for what is lent", DIRECT_SUMS, LENT, (("range.empty() || !lent()) return;", "range.empty()) return;"),),
@@ -128,12 +128,12 @@ MUTANTS = (
     Mutant("lend: no release", PTX, LENT, (("st.release.sys.global.b128", "st.relaxed.sys.global.b128"),), ("direct_sums",), may_survive=True),
     Mutant("lend: while lanes still copy", TOGETHER, LENT,
                  (("__syncthreads(); store_grants(n, line, lane(), ptx::store_line_r", "store_grants(n, line, lane(), ptx::store_line_r"),),
-                 ("direct_sums",)),
+                 ("direct_sums",), late="copy"),
     Mutant("direct sums: notify while lanes still add", TOGETHER, LENT_TO_ONE,
                  (("__syncthreads(); store_marks(n, mark, lane(), ptx::store_release);", "store_marks(n, mark, lane(), ptx::store_release);"),),
-                 ("direct_sums",)),
+                 ("direct_sums",), late="reduce"),
     Mutant("borrow: sent on while lanes still add", BORROW, LENT,
-                 (("__syncthreads();  // other lanes have written what this one reads", ""),), ("direct_sums",), may_survive=True),
+                 (("__syncthreads();  // other lanes have written what this one reads", ""),), ("direct_sums",), late="reduce"),
     Mutant("sums: sent on while lanes still add", APART, SUMS, (drop("if (places > 1) ptx::barrier(copier_barrier(), copiers);"),),
                  ("staged_sums",)),
     Mutant("sums: notify while lanes still copy", APART, SUMS, (drop("if (!passes(x_->done + k % gates, k / gates)) return;"),),
@@ -157,6 +157,10 @@ class Tree:
     folder: Path
     mutant: Mutant | None
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (*FLAGS, f"-DPURLIN_LATE={self.mutant.late}") if self.mutant and self.mutant.late else FLAGS
+
     def plant(self) -> None:
         for part in ("csrc", "tests/cpp"):
             shutil.copytree(ROOT / part, self.folder / part)
@@ -172,7 +176,7 @@ class Tree:
         """Where its object lies: under a hash of all headers, the source and the flags."""
         places = ("csrc/purlin/**/*.*", "csrc/cuda/*.*h*", "tests/cpp/*.*h*")
         files = [file for place in places for file in self.folder.glob(place)]
-        digest = hashlib.sha256("\0".join((*FLAGS, source, suffix)).encode())
+        digest = hashlib.sha256("\0".join((*self.flags, source, suffix)).encode())
         for file in sorted({*files, self.folder / source}):
             digest.update(str(file.relative_to(self.folder)).encode() + b"\0" + file.read_bytes() + b"\0")
         return OBJECTS / f"{Path(source).stem}-{digest.hexdigest()[:16]}{suffix}"
@@ -181,7 +185,7 @@ class Tree:
         out = self.object_of(source)
         if not out.exists():
             late = ["-include", LATE] if source.startswith("csrc/cuda") else []
-            self.nvcc(*FLAGS, "-Icsrc", *late, "-c", source, "-o", str(out))
+            self.nvcc(*self.flags, "-Icsrc", *late, "-c", source, "-o", str(out))
 
     def read_ptx(self, source: str) -> None:
         out = self.object_of(source, ".ptx")

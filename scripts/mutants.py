@@ -64,6 +64,7 @@ class Mutant:
     edits: tuple[tuple[str, str], ...]
     # of those in device_mutants.py
     kernels: tuple[str, ...] = ()  # of csrc/cuda, to be compiled with it
+    late: str = ""  # before what one warp dawdles in every call (tests/cpp/late.cuh); empty: anywhere, at times
     may_survive: bool = False  # on one GPU
     in_ptx: bool = False  # scripts/ptx_lint.py must find it
 

@@ -1,5 +1,6 @@
 // Kernels that dawdle, to be included before any file of csrc/cuda (nvcc -include): before each operation of the protocol a team may be made to wait,
-// as a whole or one warp of it. Whom, where and how long follows from the number of the call, so that in many calls every rank is late everywhere.
+// as a whole or one warp of it. Whom, where and how long follows from the number of the call, so that in many calls every rank is late everywhere. With
+// PURLIN_LATE=reduce (or another act) it is one warp in every call, and before that act alone.
 #pragma once
 #include "purlin/atom/packets.cuh"
 #include "purlin/atom/together.cuh"
@@ -9,6 +10,11 @@ namespace purlin::late {
 
 enum class Act { put, take, copy, reduce, notify, tell, grant, lend, keep, wait, expect, meet };
 constexpr unsigned acts = 12, turns = 3;
+#ifdef PURLIN_LATE
+constexpr unsigned named = static_cast<unsigned>(Act::PURLIN_LATE);
+#else
+constexpr unsigned named = acts;
+#endif
 
 __device__ __forceinline__ unsigned mixed(unsigned x) {  // of its bits, all
   x = (x ^ x >> 16) * 0x7feb352du;
@@ -28,9 +34,10 @@ class Late {
     bool here = static_cast<int>((draw >> 8) % static_cast<unsigned>(c.ranks)) == c.rank;
     // One of the first warps or of the last, as a rule: short messages are theirs alone.
     unsigned nth = mixed(draw) % (1 + mixed(draw + 1) % warps), one = draw & 1 ? nth : warps - 1 - nth;
-    here = here && (victim != 0) && (victim != 1 || warp == one);
-    act_ = here ? (draw >> 12) % acts : acts;
-    turn_ = (draw >> 16) % (turns + 1);  // turns: each time
+    bool lone = named < acts || victim == 1;
+    here = here && (lone ? warp == one : victim != 0);
+    act_ = !here ? acts : named < acts ? named : (draw >> 12) % acts;
+    turn_ = named < acts ? turns : (draw >> 16) % (turns + 1);  // turns: each time
     cycles_ = 1000ll << (draw >> 20) % 6;
   }
 
