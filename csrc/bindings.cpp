@@ -154,7 +154,7 @@ NB_MODULE(PURLIN_MODULE, m) {
              const std::vector<Numbers>& send, const std::vector<Numbers>& remote, const std::vector<Numbers>& receive,
              const Numbers& reach, const std::vector<unsigned>& send_signatures,
              const std::vector<unsigned>& receive_signatures, const Numbers& input_spans, const Numbers& output_spans,
-             bool overlap_allowed) {
+             bool overlap_allowed, bool onto_sent) {
             PlanText text{kind,
                           regime,
                           op,
@@ -176,7 +176,8 @@ NB_MODULE(PURLIN_MODULE, m) {
                           receive_signatures,
                           input_spans,
                           output_spans,
-                          overlap_allowed};
+                          overlap_allowed,
+                          onto_sent};
             nb::gil_scoped_release others_run;  // a GPU is waited for, which may wait for another rank's thread
             new (plan) Plan(text, geometry);
           },
@@ -184,7 +185,7 @@ NB_MODULE(PURLIN_MODULE, m) {
           nb::arg("rank"), nb::arg("teams"), nb::arg("parts"), nb::arg("lag"), nb::arg("grants"), nb::arg("signature"),
           nb::arg("own_from"), nb::arg("own_to"), nb::arg("send"), nb::arg("remote"), nb::arg("receive"),
           nb::arg("reach"), nb::arg("send_signatures"), nb::arg("receive_signatures"), nb::arg("input_spans"),
-          nb::arg("output_spans"), nb::arg("overlap_allowed"))
+          nb::arg("output_spans"), nb::arg("overlap_allowed"), nb::arg("onto_sent"))
       .def_prop_ro("steps", [](const Plan& plan) { return plan.call().steps; });
 
   nb::class_<Trace>(m, "Trace")

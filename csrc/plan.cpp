@@ -47,6 +47,7 @@ Plan::Plan(const PlanText& text, const Geometry& geometry)
   call_.lag = text.lag;
   call_.grants = text.grants;
   call_.signature = text.signature;
+  call_.onto_sent = text.onto_sent;
   call_.even = true;
   call_.own_from = route(text.own_from);
   call_.own_to = route(text.own_to);

@@ -46,6 +46,7 @@ class Plan:
         input_spans: Sequence[int],
         output_spans: Sequence[int],
         overlap_allowed: bool,
+        onto_sent: bool,
     ) -> None: ...
     @property
     def steps(self) -> int: ...

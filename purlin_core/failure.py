@@ -87,8 +87,8 @@ def _detail(scene: Scene, by: int) -> str:
     if by != scene.rank:
         return ""
     what, use, step, team, _ = scene.end.stalled
-    waits = ("a free slot", "a message", "a granted tensor")
-    uses = ("ring", "gather ring", "packets", "direct")
+    waits = ("a free slot", "a message", "a granted tensor", "what this rank itself sends")
+    uses = ("ring", "gather ring", "packets", "direct", "ring")
     return f" ({waits[what]}, {uses[use]}, team {team}, chunk {step})"
 
 

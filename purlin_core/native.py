@@ -71,6 +71,7 @@ def plan_arguments(
         "input_spans": [x.end - x.address for x in inputs],
         "output_spans": [out.end - out.address for out in outputs],
         "overlap_allowed": False,
+        "onto_sent": False,
     }
 
 

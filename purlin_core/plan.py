@@ -12,14 +12,11 @@ from enum import Enum
 from itertools import accumulate, pairwise, permutations, product
 from math import prod
 from operator import mul
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from purlin_core.errors import AliasError, DtypeError, ShapeError, SpecError
 from purlin_core.moves import MAX_DIMS, WIRE_ALIGN, Box, Item, Kind, Moves, Route
 from purlin_core.spec import Dim, Layout, Lengths, Sizes, Spec, check_sizes
-
-if TYPE_CHECKING:
-    pass
 
 FrozenSizes: TypeAlias = tuple[tuple[str, int | tuple[int, ...]], ...]
 

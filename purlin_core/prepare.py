@@ -39,6 +39,7 @@ from purlin_core.tune import (
     Tuning,
     choose,
     copying_roles,
+    how_all_reduce,
     with_parts,
 )
 
@@ -141,8 +142,9 @@ def prepare(site: Site, asked: Asked, tensors: Sequence[Tensor], out: Sequence[T
         blocks=site.blocks,
         own=moves.own_from.bytes,
     )
-    if schedule.regime is not Regime.PACKET and name == "all_reduce":
-        moves = plan_moves(operands, site.rank, site.ranks, all_reduce=AllReduce.JOINED, call=asked.call)
+    how = how_all_reduce(site.tuning, schedule.regime, site.ranks)
+    if how is not AllReduce.ONE_SHOT and name == "all_reduce":
+        moves = plan_moves(operands, site.rank, site.ranks, all_reduce=how, call=asked.call)
     remote = remote_routes(site.rank, site.ranks, operands, moves) if schedule.regime is Regime.DIRECT else ()
     text = _text(site, operands, asked)
     if schedule.regime is Regime.DIRECT:
@@ -194,7 +196,9 @@ def in_place(site: Site, prepared: Prepared, at: Sequence[int], to: Sequence[int
     specs = [operand.spec for operand in prepared.operands]
     check_alias(prepared.moves, inputs, outputs, specs=specs, call=prepared.text.partition(" ")[0])
     schedule = replace(prepared.schedule, parts=_parts_in_place(prepared))
-    arguments = {**prepared.arguments, "overlap_allowed": True, "parts": schedule.parts}
+    onto_sent = prepared.moves.kind is Kind.REDUCE and any(spec.kind_name == "all_reduce" for spec in specs)
+    changed = {"overlap_allowed": True, "onto_sent": onto_sent, "parts": schedule.parts}
+    arguments = {**prepared.arguments, **changed}
     native = site.plan(arguments)
     return replace(
         prepared, native=native, arguments=arguments, schedule=schedule, overlapping=True, calls=0, captured=False

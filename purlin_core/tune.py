@@ -17,9 +17,10 @@ from typing import Any
 
 from purlin_core.errors import SetupError
 from purlin_core.moves import WIRE_ALIGN, Kind
+from purlin_core.plan import AllReduce
 
 KIB, MIB = 1 << 10, 1 << 20
-RULES = 3  # of choose(); ranks whose rules differ refuse each other
+RULES = 4  # of choose(); ranks whose rules differ refuse each other
 
 # Up to here a message goes as packets on the CPU: a line at a time costs more than memcpy, and saves the notify.
 CPU_PACKET_BYTES = 512
@@ -231,9 +232,17 @@ def choose(
     schedule = _of_gpu(tuning, kind, scratch, largest, granted, name, ranks)
     if kind is not Kind.COPY and schedule.regime is Regime.DIRECT:  # all lanes of a block add
         return schedule
-    adding_roles = (3,) if name == "all_reduce" else (2,)
-    roles = copying_roles(schedule, own) if kind is Kind.COPY else adding_roles
+    joined = name == "all_reduce" and how_all_reduce(tuning, schedule.regime, ranks) is AllReduce.JOINED
+    roles = copying_roles(schedule, own) if kind is Kind.COPY else (3,) if joined else (2,)
     return with_parts(schedule, largest=largest, blocks=blocks, roles=roles)
+
+
+def how_all_reduce(tuning: Tuning, regime: Regime, ranks: int) -> AllReduce:
+    """In one exchange as packets, and through the rings of two GPUs: of two ranks as many bytes cross the link either way, and each waits once, not
+    twice. On the CPU it would be more bytes to copy."""
+    if regime is Regime.PACKET or (regime is Regime.STAGED and tuning.gpu and ranks == 2):
+        return AllReduce.ONE_SHOT
+    return AllReduce.JOINED
 
 
 def copying_roles(schedule: Schedule, own: int) -> tuple[int, ...]:

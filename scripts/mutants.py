@@ -88,7 +88,13 @@ RING_COPY = """    for (int p = 0; p < c.peers(); ++p) {
       if (!range.empty()) a.copy(in_slot(slot_out(p, step), range.lo), in_tensors<A::flat>(route(p), tensors), range);
     }
 """
-RING_NOTIFY = "    a.notify(c.peers(), [&](int p) { return cut(route, p, step).empty() ? Mark{} : ready_out(p, step); });\n"
+RING_NOTIFY = """    int peers = c.peers();
+    a.notify(c.onto_sent ? 2 * peers : peers, [&](int k) {
+      int p = k < peers ? k : k - peers;
+      if (cut(route, p, step).empty()) return Mark{};
+      return k < peers ? ready_out(p, step) : Ring{a, c, Use::home}.staged_out(p, step);
+    });
+"""
 COPY_OUT = """    for (int p = 0; p < c.peers(); ++p) {
       Range range = ring().cut(Receiving{c}, p, i);
       if (!range.empty()) a.copy(in_tensors<A::flat>(c.pair[p].receive, c.output), in_slot(ring().slot_in(p, i), range.lo), range);
@@ -116,7 +122,7 @@ PROTOCOL = (
     mutant("ring: no notify", RING, MODEL, drop(RING_NOTIFY)),
     mutant("ring: no wait for the message", RING, MODEL, (".empty() ? Mark{} : ready_in(p, step)", ".empty() ? Mark{} : Mark{}")),
     mutant("ring: slots never freed", RING, MODEL, (".empty() ? Mark{} : freed_out(p, step)", ".empty() ? Mark{} : Mark{}")),
-    mutant("ring: one message too many is freed", RING, MODEL, ("taken(p, step) + 1}; }", "taken(p, step) + 2}; }")),
+    mutant("ring: one message too many is freed", RING, MODEL, ("a.team(), use), taken(p, step) + 1}", "a.team(), use), taken(p, step) + 2}")),
     mutant("ring: sent not kept", RING, MODEL, ("sent(p, route(p).messages(a.team(), a.teams()))", "sent(p, 0)")),
     mutant("ring: taken not kept", RING, MODEL, ("taken(p, route(p).messages(a.team(), a.teams()))", "taken(p, 0)")),
     mutant("ring: the other direction's signature", RING, MODEL,
@@ -132,6 +138,15 @@ PROTOCOL = (
     mutant("copy: nobody copies what stays at home", STAGED, MODEL, ("step(int i) { copy_own(a, c, i); }", "step(int) {}")),
     mutant("reduce: freed before it is read", STAGED, MODEL, swap(SUM, SUM_FREE)),
     mutant("reduce: as many messages behind as slots", SNAC, MODEL, (".both(c.lag, Reduce<A>", ".both(c.geometry.slots, Reduce<A>")),
+    mutant("one exchange in place: no wait for what is sent", STAGED, MODEL, (" && has_left(i))", ")")),
+    mutant("one exchange in place: a wait for one message less", RING, MODEL,
+           ("mine().staged(p, a.team()), taken(p, step) + 1}", "mine().staged(p, a.team()), taken(p, step)}")),
+    mutant("one exchange in place: who adds is told nothing", RING, MODEL, ("Ring{a, c, Use::home}.staged_out(p, step)", "Mark{}")),
+    mutant("one exchange in place: half of the words are told", RING, MODEL, ("c.onto_sent ? 2 * peers : peers", "peers")),
+    mutant("one exchange in place: sent not kept", STAGED, MODEL,
+           drop("if (c.onto_sent) Ring<A>{a, c, Use::home}.count_sent(Sending{c});")),
+    mutant("one exchange in place: taken not kept", STAGED, MODEL, drop("if (c.onto_sent) home().count_taken(Own{c});")),
+    mutant("one exchange in place: a peer's post counts against it", "atom/model_acts.hpp", MODEL, drop("where.what != Where::What::source && ")),
     mutant("all-reduce: one ring for both halves", STAGED, MODEL, ("sums{a, c, Use::gather, ", "sums{a, c, Use::ring, "),
            ("sums() const { return {a, c, Use::gather}; }", "sums() const { return {a, c, Use::ring}; }")),
     mutant("all-reduce: no wait for the contributions", STAGED, MODEL, ("ok = reduce.ring().arrived(i, Own{c}) && sums()", "ok = sums()")),

@@ -21,6 +21,7 @@ __global__ void begin_words(Geometry g, char* arena, Word message) {
       for (Use use : {Use::ring, Use::gather, Use::direct}) *inbox.ready(p, t, use, static_cast<Word>(s)) = stale;
     for (int k = 0; k < max_grants; ++k) inbox.grants(p, t)[k].tag = stale;
     for (int use = 0; use < uses; ++use) *inbox.freed(p, t, static_cast<Use>(use)) = message;
+    *inbox.staged(p, t) = message;
   }
   for (int t = 0; t < g.teams; ++t)
     for (int s = 0; s < packet_slots; ++s)

@@ -26,6 +26,7 @@ struct PlanText {
   std::vector<unsigned> send_signatures, receive_signatures;
   std::vector<i64> input_spans, output_spans;  // bytes from the first to the last byte of each tensor
   bool overlap_allowed;  // input and output may share storage: one of the three forms, checked by planning
+  bool onto_sent;        // a reduction through rings writes where this rank reads what it sends
 };
 
 // Where a call finds a plan's items, as long as the plan lives. Every Atom has its own: csrc/cpu.cpp, csrc/cuda/endpoint.cu.

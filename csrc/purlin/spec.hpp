@@ -29,10 +29,11 @@ struct Call {
   Regime regime;
   Sum sum;
   int rank, ranks, teams, lag, steps;
-  int parts;           // blocks of a GPU that a team may have: 1, or one for each of its roles
-  int grants;          // direct: tensors granted or lent
-  bool flat;           // all routes are
-  bool even;           // all boxes begin, and all strides go, by multiples of 16 bytes; on a GPU all tensors here, too
+  int parts;       // blocks of a GPU that a team may have: 1, or one for each of its roles
+  int grants;      // direct: tensors granted or lent
+  bool onto_sent;  // a reduction writes where this rank reads what it sends: an all-reduce in one exchange, in place
+  bool flat;       // all routes are
+  bool even;       // all boxes begin, and all strides go, by multiples of 16 bytes; on a GPU all tensors here, too
   unsigned signature;  // 24 bits: the call as all ranks know it
   Geometry geometry;
   char* arena[max_ranks];  // by rank, as this rank sees them

@@ -46,7 +46,7 @@ def test_a_team_has_a_block_for_what_stays_at_home_as_long_as_there_are_blocks()
 
 
 def test_granted_copies_and_sums_have_none() -> None:
-    for spec, granted, parts in (("r@ c -> r c@", True, 2), ("+r c -> r@ c", False, 2), ("+r c -> r c", False, 3)):
+    for spec, granted, parts in (("r@ c -> r c@", True, 2), ("+r c -> r@ c", False, 2), ("+r c -> r c", False, 2)):
         prepared = prepare(site_of(), asked(spec, granted=granted), [tensor().view(torch.int8)], None)
         assert prepared.schedule.parts == blocks_that_it_says(prepared) == parts
 

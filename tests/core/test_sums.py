@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from purlin_core import prepare
+from purlin_core.plan import AllReduce
 from purlin_core.spec import Op
 from tests.core.worlds import same_bits, world_of
 
@@ -91,6 +93,33 @@ def test_one_nan_wins_wherever_it_comes_from(dtype: torch.dtype, op: Op, where: 
     xs[(where + 1) % 3][1] = float("inf")
     nan = reduced(xs, op, regime).isnan()
     assert nan[::3].all() and not nan[1::3].any() and not nan[2::3].any()
+
+
+def all_reduced(xs: list[Tensor], *, in_place: bool) -> tuple[list[Tensor], int]:
+    """The results of the third of three calls through rings, and the bytes that all ranks sent in a call."""
+    calls = 3
+    mine = [x.clone() for x in xs]
+    outs = mine if in_place else [torch.empty_like(x) for x in xs]
+    with world_of(len(xs), "staged", teams=2, slots=2) as world:
+        for _ in range(calls):
+            for x, kept in zip(mine, xs, strict=True):
+                x.copy_(kept)
+            world.run(lambda comm: comm.redistribute(mine[comm.rank], "+n -> n", out=outs[comm.rank]))
+        sent = sum(comm.stats().sent_bytes for comm in world.communicators)
+    return outs, sent // calls
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_through_rings_one_exchange_and_two_give_the_same_bits(
+    ranks: int, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    xs = [x.repeat(40)[:-1] for x in summands(ranks, torch.bfloat16)]
+    joined, two_sent = all_reduced(xs, in_place=in_place)
+    monkeypatch.setattr(prepare, "how_all_reduce", lambda *_: AllReduce.ONE_SHOT)
+    exchanged, one_sent = all_reduced(xs, in_place=in_place)
+    assert one_sent == ranks * (ranks - 1) * xs[0].nbytes and two_sent == 2 * (ranks - 1) * xs[0].nbytes
+    assert all(same_bits(out, joined[0]) for out in [*exchanged, *joined])
 
 
 def test_max_and_min_are_exact_and_infinities_add_up() -> None:

@@ -12,6 +12,7 @@ import pytest
 from purlin_core import _cpu
 from purlin_core.errors import SetupError
 from purlin_core.moves import Kind
+from purlin_core.plan import AllReduce
 from purlin_core.prepare import Site
 from purlin_core.tune import (
     CUDA_PACKET_BYTES,
@@ -28,6 +29,7 @@ from purlin_core.tune import (
     choose,
     cpu_scratch,
     cuda_scratch,
+    how_all_reduce,
     read_table,
     slug,
 )
@@ -134,19 +136,34 @@ def test_an_all_reduce_goes_in_one_exchange_while_all_its_packets_are_few(grante
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("granted", [False, True])
-def test_each_role_of_a_team_has_a_block_where_messages_are_large_and_all_find_room(name: str, granted: bool) -> None:
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_role_of_a_team_has_a_block_where_messages_are_large_and_all_find_room(
+    name: str, granted: bool, ranks: int
+) -> None:
     adds = CALLS[name] is Kind.REDUCE
     for blocks in (0, 1, 32, 63, 64, 132):
         for size in SIZES:
-            schedule = chosen(RULES, 2, size, name=name, granted=granted, blocks=blocks)
-            assert replace(schedule, parts=1) == chosen(RULES, 2, size, name=name, granted=granted)
+            schedule = chosen(RULES, ranks, size, name=name, granted=granted, blocks=blocks)
+            assert replace(schedule, parts=1) == chosen(RULES, ranks, size, name=name, granted=granted)
             bound = DIRECT_PARTS_TEAM_BYTES if schedule.regime is Regime.DIRECT else PARTS_TEAM_BYTES
             large = schedule.regime is not Regime.PACKET and size >= schedule.teams * bound
-            roles = 1 if granted and adds else 3 if name == "all_reduce" else 2
+            roles = 1 if granted and adds else 3 if name == "all_reduce" and ranks > 2 else 2
             assert schedule.parts == (roles if large and roles * schedule.teams <= blocks else 1)
             assert schedule.ctas <= max(blocks, schedule.teams)
     lends = granted and adds  # all lanes of a block add
-    assert (chosen(RULES, 2, SIZES[-1], name=name, granted=granted, blocks=132).parts > 1) != lends
+    assert (chosen(RULES, ranks, SIZES[-1], name=name, granted=granted, blocks=132).parts > 1) != lends
+
+
+def test_all_reduces_are_joined_but_as_packets_and_through_the_rings_of_two_gpus() -> None:
+    exchanges = {
+        (tuning.gpu, regime, ranks)
+        for tuning in (RULES, Tuning.host())
+        for regime in Regime
+        for ranks in RANKS
+        if how_all_reduce(tuning, regime, ranks) is AllReduce.ONE_SHOT
+    }
+    packets = {(tuning.gpu, Regime.PACKET, ranks) for tuning in (RULES, Tuning.host()) for ranks in RANKS}
+    assert exchanges == packets | {(RULES.gpu, Regime.STAGED, 2)}
 
 
 @pytest.mark.parametrize("name", CALLS)

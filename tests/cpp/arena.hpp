@@ -29,7 +29,7 @@ class ArenaMap {
   const Arena& arena() const { return arena_; }
 
  private:
-  static constexpr const char* use_names[] = {"ring", "gather", "packet", "direct"};
+  static constexpr const char* use_names[] = {"ring", "gather", "packet", "direct", "home"};
 
   void channel(int p, int t) {
     std::string of = " of peer " + std::to_string(p) + ", team " + std::to_string(t);
@@ -40,6 +40,7 @@ class ArenaMap {
         use(in_.slot(p, t, u, static_cast<Word>(s)), g_.slot_bytes, "slot " + which);
       }
     use(in_.ready(p, t, Use::direct, 0), 8, "ready direct" + of);
+    use(in_.staged(p, t), 8, "staged" + of);
     use(in_.grants(p, t), static_cast<i64>(max_grants * sizeof(Grant)), "grants" + of);
     for (int u = 0; u < uses; ++u)
       use(in_.freed(p, t, static_cast<Use>(u)), 8, "freed " + std::string(use_names[u]) + of);

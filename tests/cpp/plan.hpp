@@ -152,7 +152,7 @@ class Builder {
     i64 at = w.lo, end = w.lo + w.bytes;
     for (int d = 0; d < limits_.ranks; ++d) {  // rank d sums slice d; in one shot everybody sums everything
       Wire mine = w;
-      if (s_.regime != Regime::packet) {
+      if (s_.regime != Regime::packet && !s_.in_one_exchange()) {
         i64 even = w.lo + w.bytes * (d + 1) / limits_.ranks;
         mine.lo = at;
         at = d + 1 == limits_.ranks || random_.chance(10) ? end : larger(at, smaller(end, round_up(even, 16)));
@@ -202,7 +202,8 @@ class Builder {
   // -- the call, without addresses
   void agree(int r) {
     Call& c = part(r).call;
-    c.kind = s_.kind;
+    c.kind = s_.in_one_exchange() ? Kind::reduce : s_.kind;
+    c.onto_sent = s_.in_one_exchange() && s_.form == Form::in_place;
     c.regime = s_.regime;
     c.sum = s_.sum;
     c.rank = r;

@@ -34,8 +34,10 @@ struct Shape {
   Word layout;         // seed of everything that ranks need not agree on
   i64 grain = 1;       // tensors, boxes and strides begin at multiples of it
   bool plain = false;  // one stretch a route
+  bool joined = true;  // an all-reduce through rings, if it is one
 
   bool lends() const { return regime == Regime::direct && kind != Kind::copy; }  // a tensor of one stretch
+  bool in_one_exchange() const { return !joined && kind == Kind::all_reduce && regime == Regime::staged; }
   bool lends_inputs() const { return lends() && kind == Kind::reduce; }
 };
 
@@ -189,6 +191,7 @@ inline Shape draw_shape(Random& random, const Limits& limits, Regime regime, i64
   for (int source = 0; source < limits.ranks; ++source)
     for (int reader = 0; reader < limits.ranks; ++reader)
       s.elements[source][reader] = draw_elements(random, most_bytes / s.unit);
+  s.joined = random.chance(50);
   s.signature = static_cast<unsigned>(random.next()) & signature_mask;
   s.layout = random.next();
   return s;

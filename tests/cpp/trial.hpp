@@ -164,6 +164,7 @@ inline std::string describe(const Shape& s) {
                            *const regimes[] = {"staged", "packet", "direct"},
                            *const ops[] = {"sum", "avg", "max", "min"};
   std::string text = std::string(regimes[static_cast<int>(s.regime)]) + " " + kinds[static_cast<int>(s.kind)];
+  if (s.in_one_exchange()) text += " in one exchange";
   if (s.kind != Kind::copy)
     text += std::string(", ") + ops[static_cast<int>(s.sum.op)] + " of dtype " +
             std::to_string(static_cast<int>(s.sum.dtype));
@@ -232,6 +233,7 @@ inline PlanText text_of(const Built& built, int rank) {
   text.input_spans = spans(part.inputs);
   text.output_spans = spans(part.outputs);
   text.overlap_allowed = built.shape.form == Form::in_place;
+  text.onto_sent = c.onto_sent;
   return text;
 }
 

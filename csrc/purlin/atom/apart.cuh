@@ -87,8 +87,7 @@ class Apart : public RingHands {
   }
   template <class F>
   __device__ Arrival wait(int n, F mark, Where where) {
-    Word seen;
-    return come([&] { return lane_ >= n || reached_gently(l_, team_, mark(ptx::here(lane_)), lane_, where, seen); });
+    return come([&] { return lane_ >= n || reached_by_call(l_, team_, mark(ptx::here(lane_)), lane_, where); });
   }
   template <class F>
   __device__ Arrival expect(int n, F mark, Where where) {

@@ -78,6 +78,7 @@ inline __device__ __noinline__ Watch look_around(const Launch& l, int team, unsi
   if (now - start > 1000000) {
     if (ptx::load_relaxed(&l.page->abort))
       return fail(l, team, Fault::left, peer, where), Watch{Outlook::closed, Fault::none, start};
+    if (where.what == Where::What::source) return {Outlook::open, Fault::none, start};  // no peer is waited for
     Word post = ptx::load_acquire(Inbox{c.geometry, c.own_arena()}.post(peer));
     if (post == farewell) return {Outlook::doubtful, Fault::left, start};
     if (elsewhere(post, c.progress->calls, c.signature)) return {Outlook::doubtful, Fault::mismatch, start};
@@ -161,6 +162,11 @@ __device__ __forceinline__ bool reached_gently(const Launch& l, int team, Mark m
   if (!until(l, team, [&] { return ptx::load_relaxed(mark.word) >= mark.value; }, peer, where)) return false;
   seen = ptx::load_acquire(mark.word);
   return true;
+}
+// Out of line, for kernels of sums that wait at several places: each copy of it took 90 bytes of a stack that has 1 KiB.
+inline __device__ __noinline__ bool reached_by_call(const Launch& l, int team, Mark mark, int peer, Where where) {
+  Word seen;
+  return reached_gently(l, team, mark, peer, where, seen);
 }
 __device__ __forceinline__ bool tagged_gently(const Launch& l, int team, Mark mark, int peer, Where where) {
   if (!mark.word) return true;

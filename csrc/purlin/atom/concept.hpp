@@ -40,8 +40,9 @@ struct Packet {
   Place place;
   Range range;
 };
-struct Where {  // what a wait is about, for the record of a stall
-  enum class What { credit, message, grant } what;
+// What a wait is about, for the record of a stall. source: that this rank itself has staged what it is about to overwrite.
+struct Where {
+  enum class What { credit, message, grant, source } what;
   Use use;
   int step;
 };

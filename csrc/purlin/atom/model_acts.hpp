@@ -116,7 +116,8 @@ class Acts {
         if (came && good == is_message && w.has != w.wanted) got = fail(r, "mismatch", w.peer, Arrival::other);
         if (came) continue;
         missing = true;
-        if ((m_.last_chance() || m_.random.chance(3)) && hopeless(r, w.peer) && !still(r, w, good))
+        if (where.what != Where::What::source && (m_.last_chance() || m_.random.chance(3)) && hopeless(r, w.peer) &&
+            !still(r, w, good))
           got = fail(r, "mismatch", w.peer, Arrival::other);
       }
       if (missing && got == Arrival::yes && poisoned()) got = Arrival::never;
@@ -179,7 +180,7 @@ class Acts {
     return how;
   }
   std::string describe(const std::vector<Waited>& all, Where where) const {
-    static const char* const whats[] = {"credit", "a message", "a grant"};
+    static const char* const whats[] = {"credit", "a message", "a grant", "what it sends itself"};
     std::string text = std::string(whats[static_cast<int>(where.what)]) + ", use " +
                        std::to_string(static_cast<int>(where.use)) + ", step " + std::to_string(where.step) +
                        ", team " + std::to_string(team_) + ", of ranks";

@@ -105,6 +105,8 @@ class Traced {
       i64 begin = now();
       a_.notify(n, [&](int q) { return q == k ? m : Mark{}; });
       int p = k % c_.peers();  // a peer may be told two words
+      bool at_home = m.word == Inbox{c_.geometry, c_.own_arena()}.staged(p, team());
+      if (at_home) continue;  // another role of this rank is told
       i64 word = within_words(m.word, p), freed = c_.geometry.pair_words - line;
       if (word >= freed) {
         at().use = static_cast<Use>((word - freed) / static_cast<i64>(sizeof(Word)));
@@ -117,6 +119,7 @@ class Traced {
   }
   template <class F>
   Arrival wait(int n, F mark, Where where) {
+    if (where.what == Where::What::source) return a_.wait(n, mark, where);
     at() = where;
     return one_by_one(n, mark, [&](int p, Mark m, auto only) {
       i64 begin = now();

@@ -34,6 +34,10 @@ struct Ring {
     return {theirs(p).freed(c.as_seen_by(p), a.team(), use), taken(p, step) + 1};
   }
 
+  // Use::home, between two roles of this rank: message `step` for p has been staged, so what it was read from may be overwritten.
+  PURLIN_FN Mark staged_out(int p, int step) const { return {mine().staged(p, a.team()), sent(p, step) + 1}; }
+  PURLIN_FN Mark staged_in(int p, int step) const { return {mine().staged(p, a.team()), taken(p, step) + 1}; }
+
   template <class R>
   PURLIN_FN Range cut(R route, int p, int step) const {
     return route(p).range(step, a.team(), a.teams());
@@ -53,7 +57,12 @@ struct Ring {
       Range range = cut(route, p, step);
       if (!range.empty()) a.copy(in_slot(slot_out(p, step), range.lo), in_tensors<A::flat>(route(p), tensors), range);
     }
-    a.notify(c.peers(), [&](int p) { return cut(route, p, step).empty() ? Mark{} : ready_out(p, step); });
+    int peers = c.peers();
+    a.notify(c.onto_sent ? 2 * peers : peers, [&](int k) {
+      int p = k < peers ? k : k - peers;
+      if (cut(route, p, step).empty()) return Mark{};
+      return k < peers ? ready_out(p, step) : Ring{a, c, Use::home}.staged_out(p, step);
+    });
     return true;
   }
   template <class R>

@@ -16,7 +16,10 @@ struct Stage {
   PURLIN_FN void step(int i) {
     if (ok) ok = ring().send(i, Sending{c}, c.input);
   }
-  PURLIN_FN void close() { ring().count_sent(Sending{c}); }
+  PURLIN_FN void close() {
+    ring().count_sent(Sending{c});
+    if (c.onto_sent) Ring<A>{a, c, Use::home}.count_sent(Sending{c});
+  }
   PURLIN_FN Ring<A> ring() const { return {a, c, Use::ring}; }
 };
 
@@ -72,13 +75,23 @@ struct Reduce {
   PURLIN_FN int steps() const { return c.steps; }
   PURLIN_FN void step(int i) {
     Range range = mine(i);
-    if (range.empty() || !ok || !(ok = ring().arrived(i, Own{c}))) return;
+    if (range.empty() || !ok || !(ok = ring().arrived(i, Own{c}) && has_left(i))) return;
     add(1, [&](int) { return in_tensors<A::flat>(c.own_to, c.output); }, i, range);
     ring().let_go(i, Own{c});
   }
-  PURLIN_FN void close() { ring().count_taken(Own{c}); }
+  PURLIN_FN void close() {
+    ring().count_taken(Own{c});
+    if (c.onto_sent) home().count_taken(Own{c});
+  }
 
   PURLIN_FN Ring<A> ring() const { return {a, c, Use::ring}; }
+  PURLIN_FN Ring<A> home() const { return {a, c, Use::home}; }
+  // Whether what the sum of chunk i overwrites has been staged for all peers.
+  PURLIN_FN bool has_left(int i) const {
+    if (!c.onto_sent) return true;
+    Where where{Where::What::source, Use::home, i};
+    return a.wait(c.peers(), [&](int p) { return home().staged_in(p, i); }, where) == Arrival::yes;
+  }
   PURLIN_FN Range mine(int i) const { return c.own_from.range(i, a.team(), a.teams()); }
   template <class T>
   PURLIN_FN void add(int places, T to, int i, Range range) {
