@@ -5,19 +5,23 @@ from __future__ import annotations
 import gc
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore
 
 from purlin_core import Communicator, LocalWorld, PurlinError, ShapeError
+from purlin_core.cuda_memory import ProcessMemory
 from purlin_core.heap import HEAP_ALIGN
 from purlin_core.memory import GUARD_BYTES
 from tests.core.cases import COPIES, REDUCTIONS, copy_case, sum_case
+from tests.core.processes import Meeting, Processes
 from tests.core.test_canary import REGIONS
 from tests.core.test_setup import held
-from tests.core.worlds import REGIMES, errors_of, same_bits, same_values, scratch_for
+from tests.core.worlds import REGIMES, TIMEOUT, errors_of, same_bits, same_values, scratch_for
 from tests.gpu.devices import DEVICE, gpu_world, outputs, settled
 
 pytestmark = pytest.mark.gpu
@@ -116,6 +120,38 @@ def test_nothing_grows_over_many_communicators() -> None:
     more = {what: count - before[what] for what, count in held().items()}
     assert all(count <= (3 if what in ("files", "threads") else 50) for what, count in more.items()), more
     assert free_bytes() >= free - (4 << 20)
+
+
+def grown_over_many_arenas(rank: int, meeting: Meeting, cycles: int) -> dict[str, int]:
+    """What this process has more of after `cycles` of an arena made, mapped by the other process, and dropped; the first ones are not counted."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    store = meeting.store()
+
+    def cycle(k: int) -> None:
+        memory = ProcessMemory(device, PrefixStore(f"arena {k}", store), meeting.ranks, TIMEOUT)
+        own = memory.make(1 << 16)
+        mapped = memory.map(own, rank, [f"{meeting.port}-{k}"] * meeting.ranks, ())
+        assert len({there.address for there in mapped}) == meeting.ranks
+
+    def all_held() -> dict[str, int]:
+        now = held()
+        torch.cuda.synchronize()
+        return {**now, "device memory": -torch.cuda.mem_get_info(device)[0]}
+
+    for k in range(-5, 0):
+        cycle(k)
+    before = all_held()
+    for k in range(cycles):
+        cycle(k)
+    return {what: count - before[what] for what, count in all_held().items()}
+
+
+def test_nothing_grows_over_many_arenas_of_processes(tmp_path: Path) -> None:
+    """On one GPU, if there are no two: to map memory, none of them needs to run a kernel."""
+    with Meeting.of(2, tmp_path) as meeting, Processes(2, grown_over_many_arenas, meeting, 1000) as processes:
+        for grown in processes.answers():
+            assert all(grown[what] <= 3 for what in ("files", "threads")), grown
+            assert grown["mappings of files"] <= 50 and grown["device memory"] <= 4 << 20, grown
 
 
 def test_close_gives_the_memory_back_while_the_world_is_still_about() -> None:
