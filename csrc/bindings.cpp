@@ -240,6 +240,9 @@ NB_MODULE(PURLIN_MODULE, m) {
       .def(nb::init<std::size_t>(), nb::arg("bytes"))
       .def_prop_ro("address", &Memory::address)
       .def_prop_ro("bytes", &Memory::bytes);
+  m.def(
+      "give_back", &give_back, nb::call_guard<nb::gil_scoped_release>(),
+      "Give back the memory of what has been destroyed. On a GPU that waits for its kernels, so destructors leave it.");
   m.def("can_reach", &can_reach, nb::arg("device"), nb::arg("peer"));
   m.def("reach", &reach, nb::arg("peer"), "Let the current device read and write memory of that one.");
   m.def("fuse", &fuse, nb::arg("ranks"),

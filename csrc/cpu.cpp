@@ -145,6 +145,7 @@ Memory::Memory(std::size_t bytes) : first_(std::calloc(bytes, 1)), bytes_(bytes)
   if (!first_) throw std::bad_alloc();
 }
 Memory::~Memory() { std::free(first_); }
+void give_back() {}
 bool can_reach(int, int) { return true; }
 void reach(int) {}
 

@@ -69,7 +69,8 @@ class Calls:
             )
         prepared = make()
         self.tie.boards[self.rank].note(prepared.signature, prepared.text)
-        self.plans.keep(key, prepared)
+        if self.plans.keep(key, prepared):
+            self.tie.site.atom.native.give_back()
         return prepared
 
     def run(

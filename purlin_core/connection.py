@@ -69,6 +69,7 @@ class Connection:
         meeting, timeout = self._meeting, self._setup_timeout
         _check_room(meeting, atom, scratch.teams)
         local = isinstance(meeting, LocalRendezvous)
+        atom.native.give_back()
         geometry = _geometry(atom, self.ranks, scratch, heap_bytes)
         boards, arenas = HostMemory(local=local), atom.memory(meeting, timeout=timeout)
         arena = _allocated(lambda: arenas.make(geometry.arena_bytes), atom)
@@ -170,6 +171,7 @@ class Connection:
         self.canaries = None
         self.heap.close()
         del self.end, self._ending  # and with them the memory, when the last rank has gone
+        self.site.atom.native.give_back()
 
     def _on_death(self, peer: int) -> None:
         if self.boards[peer].state is State.OPEN:

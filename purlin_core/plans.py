@@ -36,12 +36,15 @@ class Plans:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def keep(self, key: Any, prepared: Prepared) -> None:
-        if len(self._plans) >= MOST_PLANS:  # a stream of ever new shapes: begin anew
+    def keep(self, key: Any, prepared: Prepared) -> bool:
+        """Whether all others were forgotten for it."""
+        full = len(self._plans) >= MOST_PLANS  # a stream of ever new shapes: begin anew
+        if full:
             self._before = self.stats()
             self._captured += [plan for plan in self._plans.values() if plan.captured]
             self._plans.clear()
         self._plans[key] = prepared
+        return full
 
     def stats(self, geometry: Geometry | None = None) -> Stats:
         """All that was counted, and the sizes of `geometry`."""

@@ -4,6 +4,7 @@
 #include "../purlin/atom/packets.cuh"
 #include "fusion.hpp"
 #include "launch.hpp"
+#include "remains.hpp"
 
 #include <map>
 #include <mutex>
@@ -62,7 +63,8 @@ std::shared_ptr<const Item> keep_items(const std::vector<Item>& items) {
   if (items.empty()) return nullptr;
   Item* there = nullptr;
   gpu::check(cudaMalloc(&there, items.size() * sizeof(Item)), "cudaMalloc");
-  std::shared_ptr<const Item> kept(there, [](const Item* p) { cudaFree(const_cast<Item*>(p)); });
+  std::shared_ptr<const Item> kept(
+      there, [](const Item* p) { gpu::Remains::of_process().leave(const_cast<Item*>(p), cudaFree); });
   send(there, items.data(), items.size() * sizeof(Item));
   return kept;
 }
@@ -120,6 +122,7 @@ Endpoint::Endpoint(int rank, const Geometry& geometry, std::vector<std::uintptr_
   gpu::load_kernels(1, s.bulk);
   messenger();
   begin_at(1);
+  gpu::Remains::of_process().endpoint_begins();
 }
 
 // What a peer may still write is never given back here: the arena is the caller's, and it keeps it while anyone has it mapped.
@@ -128,9 +131,11 @@ Endpoint::~Endpoint() {
   cudaGetDevice(&before);
   cudaSetDevice(state_->device);
   cudaStreamDestroy(state_->side);
-  cudaFreeHost(state_->page);
-  cudaFree(state_->counts);
   cudaSetDevice(before);
+  gpu::Remains& remains = gpu::Remains::of_process();
+  remains.leave(state_->page, cudaFreeHost);
+  remains.leave(state_->counts, cudaFree);
+  remains.endpoint_ends();
 }
 
 void Endpoint::begin_at(Word message) {
@@ -262,18 +267,12 @@ void fuse(const std::vector<Endpoint*>& ranks) {
 // ---- memory
 
 Memory::Memory(std::size_t bytes) : bytes_(bytes) {
-  gpu::check(cudaGetDevice(&device_), "cudaGetDevice");
   gpu::check(cudaMalloc(&first_, bytes), "cudaMalloc");
   gpu::check(cudaMemset(first_, 0, bytes), "cudaMemset");
   gpu::check(cudaDeviceSynchronize(), "cudaMemset");
 }
-Memory::~Memory() {
-  int before = device_;
-  cudaGetDevice(&before);
-  cudaSetDevice(device_);
-  cudaFree(first_);
-  cudaSetDevice(before);
-}
+Memory::~Memory() { gpu::Remains::of_process().leave(first_, cudaFree); }
+void give_back() { gpu::Remains::of_process().give_back(); }
 void reach(int peer) {
   int device = 0;
   gpu::check(cudaGetDevice(&device), "cudaGetDevice");

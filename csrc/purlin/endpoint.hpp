@@ -118,8 +118,9 @@ class Memory {
  private:
   void* first_ = nullptr;
   std::size_t bytes_;
-  int device_ = 0;
 };
+// Memory of what has been destroyed, which destructors may only leave behind where giving it back is to wait (cuda/remains.hpp).
+void give_back();
 bool can_reach(int device, int peer);
 void reach(int peer);  // let the current device read and write memory of that one
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -81,6 +83,35 @@ def test_bulk_copies_that_are_ahead_of_a_grant_end_when_none_comes(leaves: bool,
         assert "redistribute" in str(error) and (
             "the user pressed stop" if leaves else "waited 0.5 s for rank 1"
         ) in str(error)
+
+
+def test_garbage_that_a_rank_collects_does_not_wait_for_the_kernel_of_another() -> None:
+    """That kernel waits for this rank."""
+    gc.collect()
+    gc.disable()
+    try:
+        with gpu_world(2, "streams", timeout=2.0) as world:
+            world.run(gather)
+            settled(world)
+            other = LocalWorld(2, DEVICE, fused=False)
+            other.run(gather)
+            circle: list[object] = [other]
+            circle.append(circle)
+            alive = weakref.ref(other)
+            del other, circle
+
+            def work(comm: Communicator) -> None:
+                if comm.rank == 1:
+                    time.sleep(0.2)
+                    gc.collect()
+                gather(comm)
+
+            assert alive() is not None
+            world.run(work)
+            settled(world)
+            assert alive() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("way", WAYS)
