@@ -24,6 +24,9 @@ class Fault(IntEnum):
     INTERRUPTED = 6
 
 
+FAREWELL = (1 << 40) - 1, (1 << 24) - 1  # post() of a rank that has left: csrc/purlin/fault.hpp
+
+
 class End(Protocol):
     """The endpoint of a rank, as csrc/bindings.cpp shows it."""
 
@@ -109,6 +112,10 @@ def _refusal(scene: Scene, rank: int, entered: int) -> str:
     return f", and since it entered #{entered} has refused a call: {why.rstrip('.')}"
 
 
+def _has_left(scene: Scene, rank: int) -> bool:
+    return rank != scene.rank and scene.end.post(rank) == FAREWELL
+
+
 def _signature(scene: Scene, rank: int) -> int:
     return scene.signature if rank == scene.rank else scene.end.post(rank)[1]
 
@@ -118,11 +125,15 @@ def _text(scene: Scene, rank: int) -> str | None:
 
 
 def _says(scene: Scene, rank: int) -> str:
+    if _has_left(scene, rank):
+        return f"rank {rank} has left since"
     return f"rank {rank} called {_text(scene, rank) or f'signature {_signature(scene, rank):06x}'}"
 
 
 def _cure(scene: Scene, by: int, about: int) -> str:
     """What to do where the calls differ in nothing that their texts show, or in where their tensors lie alone."""
+    if _has_left(scene, by) or _has_left(scene, about):
+        return ""
     if _signature(scene, by) == _signature(scene, about):
         return " They agree on the call but not on the bytes that go between them: compare in_sizes and out_sizes."
     texts = {rank: _text(scene, rank) or "" for rank in (by, about)}

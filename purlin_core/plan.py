@@ -138,10 +138,18 @@ def all_to_all_moves(
 
 
 def largest_message(tensors: Sequence[Operand], rank: int, ranks: int, *, call: str = "redistribute") -> int:
-    """The most bytes any rank sends to any other, padding not counted: the same number on every rank."""
+    """The most bytes of wire that any rank sends to any other, padding included: the same number on every rank."""
     geometries = [_Geometry.of(tensor, i, len(tensors), rank, ranks, call) for i, tensor in enumerate(tensors)]
     pairs = permutations(range(ranks), 2)
-    return max((sum(g.payload(source, target) for g in geometries) for source, target in pairs), default=0)
+    return max((_wire_bytes(geometries, source, target) for source, target in pairs), default=0)
+
+
+def _wire_bytes(geometries: Sequence[_Geometry], source: int, target: int) -> int:
+    """As _route() strings boxes on a wire."""
+    end = 0
+    for size in (size for g in geometries for size in g.sizes(source, target)):
+        end = -(-end // WIRE_ALIGN) * WIRE_ALIGN + size
+    return end
 
 
 def seen_by(operand: Operand, rank: int, ranks: int, peer: int) -> Operand:
@@ -280,8 +288,10 @@ class _Geometry:
         here, there = self.passed[source], self.wanted[target]
         return product(*(_strips(dim, here, there, wired=crosses and dim.sharded) for dim in spec.left.dims))
 
-    def payload(self, source: int, target: int) -> int:
-        return self.operand.itemsize * sum(prod(strip.rows for strip in block) for block in self.blocks(source, target))
+    def sizes(self, source: int, target: int) -> Iterator[int]:
+        """Bytes of each of blocks()."""
+        for block in self.blocks(source, target):
+            yield self.operand.itemsize * prod(strip.rows for strip in block)
 
     def source_box(self, block: _Block) -> Box:
         return self._box(block, [strip.source for strip in block], self.operand.strides, self.arguments[0])

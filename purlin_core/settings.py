@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 VERSION = (
-    1  # of the protocol and of what ranks tell each other at set-up; ranks of different versions refuse each other
+    2  # of the protocol and of what ranks tell each other at set-up; ranks of different versions refuse each other
 )
 
 

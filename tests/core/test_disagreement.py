@@ -141,6 +141,25 @@ def test_rows_of_an_all_to_all_that_do_not_match_are_a_disagreement(change: tupl
     assert all(error is None or isinstance(error, MismatchError) for error in errors), errors
 
 
+def test_a_rank_that_has_left_since_is_not_asked_what_it_called() -> None:
+    def work(comm: Communicator) -> None:
+        if comm.rank == 0:
+            time.sleep(0.3)
+        comm.redistribute(f(300), "n@ -> n" if comm.rank == 1 else "+n -> n")
+
+    def until_then(comm: Communicator) -> None:
+        try:
+            work(comm)
+        finally:
+            if comm.rank > 0:
+                comm.close()
+
+    with world_of(RANKS, "staged", timeout=TIMEOUT) as world:
+        last = str(errors_of(world, until_then)[0])
+    assert "ranks disagree" in last and "has left since" in last, last
+    assert "ffffff" not in last and "in_sizes" not in last, last
+
+
 def test_a_later_call_tells_of_the_one_that_failed() -> None:
     def work(comm: Communicator) -> list[str]:
         said = []

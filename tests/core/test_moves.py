@@ -85,7 +85,7 @@ def test_items_are_full_aligned_in_order_and_within_the_dims_of_a_box(kind: str,
 def test_every_rank_knows_what_the_others_bring(kind: str, data: st.DataObject) -> None:
     call = data.draw(calls(kind))
     plans = call.plans()
-    largest = max(route.payload for _, moves in plans for route in moves.send)
+    largest = max(route.bytes for _, moves in plans for route in moves.send)
     for rank, (operands, moves) in enumerate(plans):
         for peer, (theirs, _) in enumerate(plans):
             assert [seen_by(operand, rank, call.ranks, peer) for operand in operands] == theirs

@@ -66,3 +66,14 @@ def test_an_exchange_with_sizes_has_one_where_a_rank_keeps_much() -> None:
         x, out = tensor(sum(sizes)), tensor(sum(sizes))
         prepared = prepare_all_to_all(site_of(), asked(""), x, out, sizes, sizes)
         assert prepared.schedule.parts == prepared.arguments["parts"] == blocks_that_it_says(prepared) == parts
+
+
+def test_padding_counts_among_what_packets_carry() -> None:
+    """An item begins at a multiple of 16 bytes, so two tensors may need more of a window than they have bytes."""
+    scratch = cuda_scratch(2)
+    for short in (1, 15, 16, 17):
+        xs = [torch.empty(n, dtype=torch.uint8) for n in (short, scratch.packet_bytes - short)]
+        for spec in ("n@ -> n", "+n -> n"):
+            fits = short % 16 == 0
+            regime = Regime.PACKET if fits else Regime.STAGED
+            assert prepare(site_of(), asked(spec), xs, None).schedule.regime is regime

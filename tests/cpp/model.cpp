@@ -240,7 +240,9 @@ struct Tally {
     static const char* const kinds[] = {"copy", "reduce", "all-reduce"};
     for (int plan : p.schedule[0]) {
       const Shape& s = p.plans[static_cast<size_t>(plan)]->shape;
-      ++of[std::string("calls ") + regimes[static_cast<int>(s.regime)] + " " + kinds[static_cast<int>(s.kind)]];
+      std::string how =
+          s.in_one_exchange() ? s.form == Form::in_place ? " in one exchange, in place" : " in one exchange" : "";
+      ++of[std::string("calls ") + regimes[static_cast<int>(s.regime)] + " " + kinds[static_cast<int>(s.kind)] + how];
       ++of["calls lag " + std::to_string(s.lag)];
       ++of["calls " + std::to_string(s.teams) + (s.teams == 1 ? " team" : " teams")];
     }

@@ -68,7 +68,11 @@ class Builder {
   Part& part(int r) { return built_->part[static_cast<size_t>(r)]; }
   Pair& pair(int r, int other) { return part(r).call.pair[(other - r - 1 + limits_.ranks) % limits_.ranks]; }
   Shelf& in(int r) { return in_[static_cast<size_t>(r)]; }
-  Shelf& out(int r) { return s_.form == Form::in_place ? in(r) : out_[static_cast<size_t>(r)]; }
+  // In place or not is every rank's own business in an all-reduce in one exchange.
+  bool in_place(int r) const {
+    return s_.form == Form::in_place && !(s_.in_one_exchange() && (s_.layout >> r & 1) != 0);
+  }
+  Shelf& out(int r) { return in_place(r) ? in(r) : out_[static_cast<size_t>(r)]; }
   Wire wire(i64 elements) { return test::wire(random_, s_, limits_, elements, wires_); }
   Boxes lay(Shelf& shelf, const Wire& w) {
     std::vector<Item> items;
@@ -147,7 +151,7 @@ class Builder {
     for (int r = 0; r < limits_.ranks; ++r) {
       all.push_back(r);
       from.push_back(lay(in(r), w));
-      to.push_back(s_.form == Form::in_place ? from.back() : lay(out(r), w));
+      to.push_back(in_place(r) ? from.back() : lay(out(r), w));
     }
     i64 at = w.lo, end = w.lo + w.bytes;
     for (int d = 0; d < limits_.ranks; ++d) {  // rank d sums slice d; in one shot everybody sums everything
@@ -178,11 +182,11 @@ class Builder {
   void place(int r) {
     Part& p = part(r);
     Area outputs = s_.regime == Regime::direct || random_.chance(30) ? Area::heap : Area::own;
-    if (s_.form == Form::apart) p.inputs = place(p, in(r), s_.lends_inputs() ? Area::heap : Area::own, s_.grain);
+    if (!in_place(r)) p.inputs = place(p, in(r), s_.lends_inputs() ? Area::heap : Area::own, s_.grain);
     // Where a peer's outputs begin is nothing that ranks agree on.
     bool own_grain = s_.form == Form::apart && s_.kind == Kind::copy && random_.chance(25);
     p.outputs = place(p, out(r), outputs, own_grain ? i64{1} << random_.below(4) : s_.grain);
-    if (s_.form == Form::in_place) p.inputs = p.outputs;
+    if (in_place(r)) p.inputs = p.outputs;
   }
   std::vector<int> place(Part& p, const Shelf& shelf, Area area, i64 grain) {
     std::vector<int> regions;
@@ -203,7 +207,7 @@ class Builder {
   void agree(int r) {
     Call& c = part(r).call;
     c.kind = s_.in_one_exchange() ? Kind::reduce : s_.kind;
-    c.onto_sent = s_.in_one_exchange() && s_.form == Form::in_place;
+    c.onto_sent = s_.in_one_exchange() && in_place(r);
     c.regime = s_.regime;
     c.sum = s_.sum;
     c.rank = r;

@@ -61,6 +61,25 @@ def test_large_calls_have_two_blocks_a_team_and_the_bits_of_their_specs(way: str
             assert world.communicators[0].plan([placed[0][0]], spec).schedule.parts == 2
 
 
+@pytest.mark.parametrize("way", ["fused", "streams"])
+@pytest.mark.parametrize("size", [3 << 18, (9 << 20) + 3])
+def test_of_two_ranks_one_may_sum_in_place_and_one_apart(size: int, way: str) -> None:
+    """Through rings: what it does at home is every rank's own business."""
+    xs = [random_tensor((size,), torch.int32, rank) // 2 for rank in range(2)]
+    placed = [x.to(DEVICE) for x in xs]
+    apart = torch.empty_like(placed[1])
+    with gpu_world(2, way) as world:
+
+        def call(comm: Communicator) -> Tensor:
+            x = placed[comm.rank]
+            return comm.redistribute(x, "+n -> n", out=(x, apart)[comm.rank])
+
+        outs = world.run(call)
+        settled(world)
+        assert set(world.communicators[0].stats().regimes) == {"staged"}
+        assert all(same_bits(out.cpu(), xs[0] + xs[1]) for out in outs)
+
+
 @pytest.mark.parametrize("granted", [False, True])
 def test_large_calls_in_place(granted: bool) -> None:
     """A gather into where a rank's own rows lie already, and a sum onto itself."""

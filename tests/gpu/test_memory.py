@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -136,7 +137,8 @@ def grown_over_many_arenas(rank: int, meeting: Meeting, cycles: int) -> dict[str
     def all_held() -> dict[str, int]:
         now = held()
         torch.cuda.synchronize()
-        return {**now, "device memory": -torch.cuda.mem_get_info(device)[0]}
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        return {**now, "host memory": resident, "device memory": -torch.cuda.mem_get_info(device)[0]}
 
     for k in range(-5, 0):
         cycle(k)
@@ -152,6 +154,7 @@ def test_nothing_grows_over_many_arenas_of_processes(tmp_path: Path) -> None:
         for grown in processes.answers():
             assert all(grown[what] <= 3 for what in ("files", "threads")), grown
             assert grown["mappings of files"] <= 50 and grown["device memory"] <= 4 << 20, grown
+            assert grown["host memory"] <= 16 << 20, grown  # torch keeps the name of each
 
 
 def test_close_gives_the_memory_back_while_the_world_is_still_about() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from purlin_core import Communicator, LocalWorld
+from purlin_core.spec import Spec
 from purlin_core.tune import Scratch
 from tests.core.cases import COPIES, REDUCTIONS, Case, copy_case, sum_case
 from tests.core.worlds import same_bits, same_values, spread
@@ -32,7 +33,7 @@ class Turn:
     """One call with its tensors, made before any rank waits."""
 
     case: Case
-    how: str  # new, given, granted
+    how: str  # new, given, granted; in place, of an all-reduce, and there of some of the ranks
     xs: list[Tensor]
     outs: list[Tensor | None]
     dawdle: int  # the rank that comes late; -1: none
@@ -46,8 +47,14 @@ def _turn(world: LocalWorld, random: Random) -> Turn:
     spec = random.choice(COPIES + REDUCTIONS)
     case = (sum_case if spec.startswith("+") else copy_case)(spec, world.ranks, random)
     how = random.choice(("new", "given", "granted"))
-    outs = [_output(comm, case, how) for comm in world.communicators]
-    return Turn(case, how, [on_gpu(x) for x in case.inputs], outs, random.choice((-1, *range(world.ranks))))
+    xs = [on_gpu(x) for x in case.inputs]
+    if Spec.parse(spec).kind_name == "all_reduce" and random.random() < 0.5:
+        how = "in place"
+        first = random.randrange(world.ranks)  # and the ranks behind it
+        outs: list[Tensor | None] = [torch.empty_like(x) if rank >= first else None for rank, x in enumerate(xs)]
+    else:
+        outs = [_output(comm, case, how) for comm in world.communicators]
+    return Turn(case, how, xs, outs, random.choice((-1, *range(world.ranks))))
 
 
 def _output(comm: Communicator, case: Case, how: str) -> Tensor | None:
@@ -81,7 +88,10 @@ def test_random_calls(ranks: int, way: str, request: pytest.FixtureRequest) -> N
 
 
 def _made(comm: Communicator, turn: Turn) -> Tensor:
-    return call(comm, turn.case, turn.xs[comm.rank], turn.outs[comm.rank])
+    x, out = turn.xs[comm.rank], turn.outs[comm.rank]
+    if turn.how == "in place" and out is not None:
+        x = out.copy_(x)
+    return call(comm, turn.case, x, out)
 
 
 def eager(world: LocalWorld, turns: list[Turn]) -> list[list[Tensor]]:

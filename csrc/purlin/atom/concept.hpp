@@ -8,7 +8,8 @@
 //       publishes its payload and nothing else.
 //   R5  A tag of another signature ends a wait at once, whatever the other peers do. After anything but Arrival::yes the role starts nothing more;
 //       drain still completes.
-//   R6  The roles of a team share no variable; meet() is the one place where two of them wait for each other.
+//   R6  The roles of a team share no variable. Two of them wait for each other in meet(), and one may wait for a word that another has notified, in the
+//       same step or an earlier one.
 #pragma once
 #include "../spec.hpp"
 

@@ -64,7 +64,7 @@ class RingHands : public NoPackets {
       play(gather);
     }
   }
-  __device__ void meet() const {}  // the roles of a ring never need to
+  __device__ void meet() const {}  // the roles of a ring tell each other by words
 
   __device__ void ahead(const Place&, Range) const {}  // of who waits for grants, who loads is ahead as it is
   template <class F>

@@ -1,4 +1,4 @@
-// Staged: copies, reductions and joined all-reduces through rings. The notify follows the copies, the credit follows the reader.
+// Staged: copies, reductions and all-reduces through rings, joined or in one exchange. The notify follows the copies, the credit follows the reader.
 #pragma once
 #include "entry.hpp"
 #include "ring.hpp"
