@@ -48,8 +48,7 @@ class Laned(Host):
 
     def __init__(self, *, ends: bool = True, processors: int = 1 << 30, **names: Any) -> None:
         vars(self).update(processors=processors, ends=ends)
-        native = {"Geometry": _cpu.Geometry, "Plan": _cpu.Plan, "Endpoint": _cpu.Endpoint, "fuse": _cpu.fuse}
-        vars(self)["native"] = SimpleNamespace(**{**native, **names})
+        vars(self)["native"] = SimpleNamespace(**{**vars(_cpu), **names})
 
     def lane(self) -> Any:
         return Lane(ends=vars(self)["ends"])
