@@ -74,7 +74,7 @@ device: build/tests/build.ninja ## A soak of the kernels on this machine's GPU, 
 
 sanitize: build/tests/build.ninja ## compute-sanitizer over a short soak on this machine's GPU
 	$(bin)/cmake --build build/tests --target device
-	@for tool in memcheck racecheck synccheck; do for ranks in 2 4; do echo "== $$tool, $$ranks ranks"; \
+	@for tool in memcheck racecheck synccheck; do for ranks in 2 3 4 8; do echo "== $$tool, $$ranks ranks"; \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 build/tests/device/device --mode fused --ranks $$ranks --calls 40 --bytes 16384 --timeout 120; \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 build/tests/device/device --mode fused --ranks $$ranks --calls 40 --bytes 4194304 --regime direct \
 	    --kind copy --timeout 120; done; done

@@ -122,6 +122,7 @@ nb::bytes identities(const nb::list& holders, const nb::bytes& known) {
 
 }  // namespace
 
+// Without the GIL runs what allocates on a GPU, gives memory back or loads kernels: it may wait for the GPU, and that for the thread of another rank.
 NB_MODULE(PURLIN_MODULE, m) {
   m.doc() = "An Atom under purlin_core: protocol calls over memory that peers can write, tensors as addresses.";
   m.attr("built_for") = PURLIN_BUILT_FOR;
@@ -178,7 +179,7 @@ NB_MODULE(PURLIN_MODULE, m) {
                           output_spans,
                           overlap_allowed,
                           onto_sent};
-            nb::gil_scoped_release others_run;  // a GPU is waited for, which may wait for another rank's thread
+            nb::gil_scoped_release others_run;
             new (plan) Plan(text, geometry);
           },
           nb::arg("geometry"), nb::kw_only(), nb::arg("kind"), nb::arg("regime"), nb::arg("op"), nb::arg("dtype"),
@@ -198,7 +199,10 @@ NB_MODULE(PURLIN_MODULE, m) {
       .def(
           "__init__",
           [](Endpoint* end, int rank, const Geometry& geometry, const std::vector<std::uintptr_t>& arenas,
-             double timeout_s) { new (end) Endpoint(rank, geometry, arenas, timeout_s, interrupted); },
+             double timeout_s) {
+            nb::gil_scoped_release others_run;
+            new (end) Endpoint(rank, geometry, arenas, timeout_s, interrupted);
+          },
           nb::arg("rank"), nb::arg("geometry"), nb::kw_only(), nb::arg("arenas"), nb::arg("timeout_s"))
       .def("run", &run, nb::arg("plan"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("stream"),
            "0: done; else the number of an Outcome.")
@@ -237,7 +241,7 @@ NB_MODULE(PURLIN_MODULE, m) {
         "anything else. `known` itself where they are equal.");
 
   nb::class_<Memory>(m, "Memory")
-      .def(nb::init<std::size_t>(), nb::arg("bytes"))
+      .def(nb::init<std::size_t>(), nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("address", &Memory::address)
       .def_prop_ro("bytes", &Memory::bytes);
   m.def(
@@ -245,6 +249,6 @@ NB_MODULE(PURLIN_MODULE, m) {
       "Give back the memory of what has been destroyed. On a GPU that waits for its kernels, so destructors leave it.");
   m.def("can_reach", &can_reach, nb::arg("device"), nb::arg("peer"));
   m.def("reach", &reach, nb::arg("peer"), "Let the current device read and write memory of that one.");
-  m.def("fuse", &fuse, nb::arg("ranks"),
+  m.def("fuse", &fuse, nb::arg("ranks"), nb::call_guard<nb::gil_scoped_release>(),
         "Ranks of this process: let their calls be launched together, on one device as one kernel.");
 }

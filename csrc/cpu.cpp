@@ -73,7 +73,7 @@ void Endpoint::begin_at(Word message) {
         for (Use use : {Use::ring, Use::gather, Use::direct}) *inbox.ready(p, t, use, static_cast<Word>(s)) = stale;
       for (int k = 0; k < max_grants; ++k) inbox.grants(p, t)[k].tag = stale;
       for (int use = 0; use < uses; ++use) *inbox.freed(p, t, static_cast<Use>(use)) = message;
-      *inbox.staged(p, t) = message;
+      *inbox.home(p, t) = message;
       for (int s = 0; s < packet_slots; ++s)
         for (i64 at = 0; at < g.window_stored; at += cpu::line_bytes)
           *reinterpret_cast<Word*>(inbox.window(p, t, static_cast<Word>(s)) + at + cpu::payload_bytes) = stale;

@@ -70,7 +70,7 @@ class Calls:
         prepared = make()
         self.tie.boards[self.rank].note(prepared.signature, prepared.text)
         if self.plans.keep(key, prepared):
-            self.tie.site.atom.native.give_back()
+            self.tie.give_back()
         return prepared
 
     def run(

@@ -266,7 +266,10 @@ class Communicator:
         return self._life.guard()
 
     def close(self) -> None:
-        """Part from the peers, waiting up to 5 s for them. Idempotent; later calls raise ClosedError."""
+        """Part from the peers, waiting up to 5 s for them, and give the memory back. Idempotent; later calls raise ClosedError.
+
+        One that is dropped unclosed keeps memory of a GPU until another is made or closed, or none of the process is left.
+        """
         self._life.close()
 
     def __enter__(self) -> Communicator:

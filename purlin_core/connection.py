@@ -67,8 +67,9 @@ class Connection:
         self, atom: Atom, scratch: Scratch, tuning: Tuning, settings: Settings, heap_bytes: int, blocks: int
     ) -> None:
         meeting, timeout = self._meeting, self._setup_timeout
-        _check_room(meeting, atom, scratch.teams)
         local = isinstance(meeting, LocalRendezvous)
+        self._side_by_side = _side_by_side(meeting)
+        _check_room(self._side_by_side, atom, scratch.teams)
         atom.native.give_back()
         geometry = _geometry(atom, self.ranks, scratch, heap_bytes)
         boards, arenas = HostMemory(local=local), atom.memory(meeting, timeout=timeout)
@@ -173,6 +174,11 @@ class Connection:
         del self.end, self._ending  # and with them the memory, when the last rank has gone
         self.site.atom.native.give_back()
 
+    def give_back(self) -> None:
+        """Give back the memory of forgotten plans; not where that would wait for the kernel of a rank that waits for this thread's next call."""
+        if self._side_by_side == 1:
+            self.site.atom.native.give_back()
+
     def _on_death(self, peer: int) -> None:
         if self.boards[peer].state is State.OPEN:
             self.end.abort(int(Fault.DIED), peer)
@@ -232,9 +238,13 @@ def _allocated(make: Callable[[], Any], atom: Atom) -> Any:
         raise SetupError(f"Communicator: '{atom.device}' failed: {error}. {cure}") from error
 
 
-def _check_room(meeting: Rendezvous, atom: Atom, teams: int) -> None:
+def _side_by_side(meeting: Rendezvous) -> int:
+    """How many ranks launch kernels of their own on one GPU, which wait for each other there."""
+    return meeting.sharing if isinstance(meeting, LocalRendezvous) and not meeting.fused else 1
+
+
+def _check_room(sharing: int, atom: Atom, teams: int) -> None:
     """Kernels of their own that wait for each other need to be on the GPU at once, a team a block. Raises SetupError."""
-    sharing = meeting.sharing if isinstance(meeting, LocalRendezvous) and not meeting.fused else 1
     if sharing > 1 and sharing * teams > atom.processors:
         raise SetupError(
             f"LocalWorld: {sharing} ranks of {teams} teams need {sharing * teams} multiprocessors; '{atom.device}' has {atom.processors}. "

@@ -24,6 +24,14 @@ class Fault(IntEnum):
     INTERRUPTED = 6
 
 
+_AWAITED = (  # by Where::What in csrc/purlin/atom/concept.hpp
+    "rank {peer} (a free slot, {where})",
+    "rank {peer} (a message, {where})",
+    "rank {peer} (a granted tensor, {where})",
+    "its own message to rank {peer} to be sent ({where})",
+)
+_USES = ("ring", "gather ring", "packets", "direct", "ring")  # by Use in csrc/purlin/channel.hpp
+
 FAREWELL = (1 << 40) - 1, (1 << 24) - 1  # post() of a rank that has left: csrc/purlin/fault.hpp
 
 
@@ -59,7 +67,7 @@ def error_of(scene: Scene) -> PurlinError | None:
         return None
     if fault is Fault.STALL:
         return StallError(
-            f"{_at_call(scene)}: rank {by} waited {scene.timeout:g} s for rank {about}{_detail(scene, by)}; {_whereabouts(scene, about)}."
+            f"{_at_call(scene)}: rank {by} waited {scene.timeout:g} s for {_awaited(scene, by, about)}; {_whereabouts(scene, about)}."
         )
     if fault is Fault.MISMATCH:
         return MismatchError(
@@ -86,18 +94,18 @@ def _at_call(scene: Scene) -> str:
     return f"{scene.call or 'communicator'} (call #{scene.end.calls})"
 
 
-def _detail(scene: Scene, by: int) -> str:
+def _awaited(scene: Scene, by: int, about: int) -> str:
     if by != scene.rank:
-        return ""
+        return f"rank {about}"
     what, use, step, team, _ = scene.end.stalled
-    waits = ("a free slot", "a message", "a granted tensor", "what this rank itself sends")
-    uses = ("ring", "gather ring", "packets", "direct", "ring")
-    return f" ({waits[what]}, {uses[use]}, team {team}, chunk {step})"
+    return _AWAITED[what].format(peer=about, where=f"{_USES[use]}, team {team}, chunk {step}")
 
 
 def _whereabouts(scene: Scene, rank: int) -> str:
     if rank == scene.rank:
         return f"rank {rank} is at call #{scene.end.calls}"
+    if _has_left(scene, rank):
+        return f"rank {rank} has left since"
     calls, _ = scene.end.post(rank)
     if calls >= scene.end.calls:
         return f"rank {rank} last entered call #{calls}"

@@ -52,8 +52,8 @@ class Life:
         calls = self.calls
         if not calls.over:
             calls.over = "is closed"
+            calls.plans, calls.last = Plans(calls.plans.stats()), None
             calls.tie.part()
-            calls.plans = Plans(calls.plans.stats())
 
     @property
     def captured_together(self) -> bool:

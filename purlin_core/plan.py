@@ -148,7 +148,7 @@ def _wire_bytes(geometries: Sequence[_Geometry], source: int, target: int) -> in
     """As _route() strings boxes on a wire."""
     end = 0
     for size in (size for g in geometries for size in g.sizes(source, target)):
-        end = -(-end // WIRE_ALIGN) * WIRE_ALIGN + size
+        end = _next_place(end) + size
     return end
 
 
@@ -334,12 +334,17 @@ def _checked(box: Box, subject: str, argument: str) -> Box:
     return box
 
 
+def _next_place(end: int) -> int:
+    """Where on a wire the next box begins."""
+    return -(-end // WIRE_ALIGN) * WIRE_ALIGN
+
+
 def _route(boxes: Iterable[tuple[int, Box]]) -> Route:
     """Boxes of (tensor number, box) strung on a wire, each from a multiple of 16 on."""
     items: list[Item] = []
     end = payload = 0
     for number, box in boxes:
-        at = -(-end // WIRE_ALIGN) * WIRE_ALIGN
+        at = _next_place(end)
         items.append(Item(number, at, box))
         end = at + box.bytes
         payload += box.bytes

@@ -37,7 +37,7 @@ class Plans:
         return len(self._plans)
 
     def keep(self, key: Any, prepared: Prepared) -> bool:
-        """Whether all others were forgotten for it."""
+        """Keep it. True when all others were forgotten for it."""
         full = len(self._plans) >= MOST_PLANS  # a stream of ever new shapes: begin anew
         if full:
             self._before = self.stats()

@@ -196,7 +196,7 @@ def in_place(site: Site, prepared: Prepared, at: Sequence[int], to: Sequence[int
     specs = [operand.spec for operand in prepared.operands]
     check_alias(prepared.moves, inputs, outputs, specs=specs, call=prepared.text.partition(" ")[0])
     schedule = replace(prepared.schedule, parts=_parts_in_place(prepared))
-    onto_sent = prepared.moves.kind is Kind.REDUCE and any(spec.kind_name == "all_reduce" for spec in specs)
+    onto_sent = prepared.moves.kind is Kind.REDUCE and all(spec.kind_name == "all_reduce" for spec in specs)
     changed = {"overlap_allowed": True, "onto_sent": onto_sent, "parts": schedule.parts}
     arguments = {**prepared.arguments, **changed}
     native = site.plan(arguments)

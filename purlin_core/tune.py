@@ -238,7 +238,7 @@ def choose(
 
 
 def how_all_reduce(tuning: Tuning, regime: Regime, ranks: int) -> AllReduce:
-    """In one exchange as packets, and through the rings of two GPUs: of two ranks as many bytes cross the link either way, and each waits once, not
+    """In one exchange as packets, and through rings of two ranks on GPUs: of two as many bytes cross the link either way, and each waits once, not
     twice. On the CPU it would be more bytes to copy."""
     if regime is Regime.PACKET or (regime is Regime.STAGED and tuning.gpu and ranks == 2):
         return AllReduce.ONE_SHOT

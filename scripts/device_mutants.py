@@ -134,7 +134,7 @@ MUTANTS = (
                  ("direct_sums",), late="reduce"),
     Mutant("borrow: sent on while lanes still add", BORROW, LENT,
                  (("__syncthreads();  // other lanes have written what this one reads", ""),), ("direct_sums",), late="reduce"),
-    Mutant("one exchange in place: no wait for what is sent", STAGED, SUMS, ((" && has_left(i))", ")"),), ("staged_sums",), late="copy"),
+    Mutant("one exchange in place: no wait for what is sent", STAGED, SUMS, ((" && is_sent(i))", ")"),), ("staged_sums",), late="copy"),
     Mutant("sums: sent on while lanes still add", APART, SUMS, (drop("if (places > 1) ptx::barrier(copier_barrier(), copiers);"),),
                  ("staged_sums",)),
     Mutant("sums: notify while lanes still copy", APART, SUMS, (drop("if (!passes(x_->done + k % gates, k / gates)) return;"),),
@@ -243,22 +243,28 @@ class Verdict:
     ptx: str  # what the lint found; empty: nothing
 
     @property
+    def is_control(self) -> bool:
+        return not self.mutant.edits
+
+    @property
+    def is_noticed(self) -> bool:
+        return bool(self.soak or self.ptx)
+
+    @property
     def is_bad(self) -> bool:
-        if not self.mutant.edits:
+        if self.is_control:
             return bool(self.soak)
         unseen = self.mutant.in_ptx and not self.ptx
         return unseen or (not self.soak and not self.mutant.may_survive)
 
     def __str__(self) -> str:
-        survives = (
-            "survives, as it may on one GPU"
-            if self.mutant.may_survive
-            else "SURVIVES"
-            if self.mutant.edits
-            else "passes"
-        )
         lint = f"; PTX: {self.ptx}" if self.ptx else "; PTX: NOT SEEN" if self.mutant.in_ptx else ""
-        return f"{self.mutant.name:<48}  soak: {(self.soak or survives)[:90]}{lint}"
+        return f"{self.mutant.name:<48}  soak: {(self.soak or self._passed())[:90]}{lint}"
+
+    def _passed(self) -> str:
+        if self.is_control:
+            return "passes"
+        return "survives, as it may on one GPU" if self.mutant.may_survive else "SURVIVES"
 
 
 def verdicts(trees: Sequence[Tree], base: Tree) -> Iterator[Verdict]:
@@ -307,12 +313,14 @@ def run(trees: Sequence[Tree], base: Tree) -> int:
     print(f"{'none':<48}  soak: {said if done.returncode else said.splitlines()[-1]}", flush=True)
     if done.returncode != 0:
         return 1
-    bad = noticed = mutants = 0
+    seen = []
     for verdict in verdicts(trees, base):
         print(verdict, flush=True)
-        bad += verdict.is_bad
-        if verdict.mutant.edits:
-            mutants += 1
-            noticed += bool(verdict.soak or verdict.ptx)
-    print(f"{noticed} of {mutants} device mutants noticed, {bad} that may not survive did")
-    return int(bad > 0)
+        seen.append(verdict)
+    mutants = [verdict for verdict in seen if not verdict.is_control]
+    noticed, bad = sum(verdict.is_noticed for verdict in mutants), sum(verdict.is_bad for verdict in mutants)
+    failed = sum(verdict.is_bad for verdict in seen if verdict.is_control)
+    print(
+        f"{noticed} of {len(mutants)} device mutants noticed, {bad} that may not survive did, {failed} controls failed"
+    )
+    return int(bad + failed > 0)

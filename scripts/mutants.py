@@ -92,7 +92,7 @@ RING_NOTIFY = """    int peers = c.peers();
     a.notify(c.onto_sent ? 2 * peers : peers, [&](int k) {
       int p = k < peers ? k : k - peers;
       if (cut(route, p, step).empty()) return Mark{};
-      return k < peers ? ready_out(p, step) : Ring{a, c, Use::home}.staged_out(p, step);
+      return k < peers ? ready_out(p, step) : Ring{a, c, Use::home}.home_out(p, step);
     });
 """
 COPY_OUT = """    for (int p = 0; p < c.peers(); ++p) {
@@ -138,15 +138,15 @@ PROTOCOL = (
     mutant("copy: nobody copies what stays at home", STAGED, MODEL, ("step(int i) { copy_own(a, c, i); }", "step(int) {}")),
     mutant("reduce: freed before it is read", STAGED, MODEL, swap(SUM, SUM_FREE)),
     mutant("reduce: as many messages behind as slots", SNAC, MODEL, (".both(c.lag, Reduce<A>", ".both(c.geometry.slots, Reduce<A>")),
-    mutant("one exchange in place: no wait for what is sent", STAGED, MODEL, (" && has_left(i))", ")")),
+    mutant("one exchange in place: no wait for what is sent", STAGED, MODEL, (" && is_sent(i))", ")")),
     mutant("one exchange in place: a wait for one message less", RING, MODEL,
-           ("mine().staged(p, a.team()), taken(p, step) + 1}", "mine().staged(p, a.team()), taken(p, step)}")),
-    mutant("one exchange in place: who adds is told nothing", RING, MODEL, ("Ring{a, c, Use::home}.staged_out(p, step)", "Mark{}")),
+           ("mine().home(p, a.team()), taken(p, step) + 1}", "mine().home(p, a.team()), taken(p, step)}")),
+    mutant("one exchange in place: who adds is told nothing", RING, MODEL, ("Ring{a, c, Use::home}.home_out(p, step)", "Mark{}")),
     mutant("one exchange in place: half of the words are told", RING, MODEL, ("c.onto_sent ? 2 * peers : peers", "peers")),
     mutant("one exchange in place: sent not kept", STAGED, MODEL,
            drop("if (c.onto_sent) Ring<A>{a, c, Use::home}.count_sent(Sending{c});")),
     mutant("one exchange in place: taken not kept", STAGED, MODEL, drop("if (c.onto_sent) home().count_taken(Own{c});")),
-    mutant("one exchange in place: a peer's post counts against it", "atom/model_acts.hpp", MODEL, drop("where.what != Where::What::source && ")),
+    mutant("one exchange in place: a peer's post counts against it", "atom/model_acts.hpp", MODEL, drop("where.what != Where::What::home && ")),
     mutant("all-reduce: one ring for both halves", STAGED, MODEL, ("sums{a, c, Use::gather, ", "sums{a, c, Use::ring, "),
            ("sums() const { return {a, c, Use::gather}; }", "sums() const { return {a, c, Use::ring}; }")),
     mutant("all-reduce: no wait for the contributions", STAGED, MODEL, ("ok = reduce.ring().arrived(i, Own{c}) && sums()", "ok = sums()")),
@@ -273,6 +273,7 @@ HANDS = (
     mutant("wait: no deadline", CPU, UNIT, ("patience.since_first() > host_.timeout", "false")),
     mutant("wait: posts not looked at", CPU, UNIT, ("why != Fault::none && !come()", "why != why")),
     mutant("wait: no second look after the post", CPU, UNIT, ("why != Fault::none && !come()", "why != Fault::none")),
+    mutant("wait at home: a peer's post counts against it", CPU, UNIT, drop("where.what != Where::What::home && ")),
     mutant("wait: a farewell not seen", CPU, UNIT, drop("if (post == farewell) return Fault::left;")),
     mutant("wait: no interrupts", CPU, UNIT, ("if (host_.interrupted && host_.interrupted())", "if (false)")),
     mutant("post: a peer that is ahead is not noticed", "fault.hpp", UNIT, ("return ahead > 0 || (ahead == 0 &&", "return (ahead == 0 &&")),

@@ -22,7 +22,7 @@ __global__ void begin_words(Geometry g, char* arena, Word message) {
       for (Use use : {Use::ring, Use::gather, Use::direct}) *inbox.ready(p, t, use, static_cast<Word>(s)) = stale;
     for (int k = 0; k < max_grants; ++k) inbox.grants(p, t)[k].tag = stale;
     for (int use = 0; use < uses; ++use) *inbox.freed(p, t, static_cast<Use>(use)) = message;
-    *inbox.staged(p, t) = message;
+    *inbox.home(p, t) = message;
   }
   for (int t = 0; t < g.teams; ++t)
     for (int s = 0; s < packet_slots; ++s)
@@ -40,8 +40,8 @@ __global__ void begin_counts(Counts* counts, int n, Progress* progress, Word mes
 // ---- plans: boxes lie in device memory
 
 // One for all plans of a GPU, for good. When each plan had a stream of its own, kernels of ranks on streams were seen never to start: as if CUDA dealt its
-// hardware queues out anew with each stream that is made or destroyed, and two ranks, which wait for one another, had got one. So it is made when an endpoint
-// is, before anything spins.
+// hardware queues out anew with each stream that is made or destroyed, and two ranks, which wait for one another, had got one. So it is made when memory or an
+// endpoint is, before anything spins.
 static cudaStream_t messenger() {
   static std::mutex one_at_a_time;
   static auto& of_device = *new std::map<int, cudaStream_t>;  // for threads that plan while the process ends, too
@@ -268,8 +268,8 @@ void fuse(const std::vector<Endpoint*>& ranks) {
 
 Memory::Memory(std::size_t bytes) : bytes_(bytes) {
   gpu::check(cudaMalloc(&first_, bytes), "cudaMalloc");
-  gpu::check(cudaMemset(first_, 0, bytes), "cudaMemset");
-  gpu::check(cudaDeviceSynchronize(), "cudaMemset");
+  gpu::check(cudaMemsetAsync(first_, 0, bytes, messenger()), "cudaMemset");
+  gpu::check(cudaStreamSynchronize(messenger()), "cudaMemset");
 }
 Memory::~Memory() { gpu::Remains::of_process().leave(first_, cudaFree); }
 void give_back() { gpu::Remains::of_process().give_back(); }

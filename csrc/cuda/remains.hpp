@@ -1,7 +1,9 @@
 // Memory that destructors leave behind. To give it back is to wait for the GPU, and Python may destroy garbage in any thread and at any time: also in the
-// thread of a rank for which another rank's kernel waits. So it is given back at set-up, at close, and as soon as no endpoint is left.
+// thread of a rank for which another rank's kernel waits. So it is given back where somebody may wait: at set-up, at close, when plans have been forgotten;
+// and by destructors themselves once no endpoint is left, for then nobody does. Until then what was dropped without close() stays allocated.
 #pragma once
 #include <cuda_runtime.h>
+#include <unistd.h>
 
 #include <mutex>
 #include <vector>
@@ -20,6 +22,7 @@ class Remains {
     ++endpoints_;
   }
   void endpoint_ends() {
+    if (is_forked()) return;
     {
       std::lock_guard lock(mutex_);
       if (--endpoints_ > 0) return;
@@ -28,6 +31,7 @@ class Remains {
   }
   // `give`: cudaFree or cudaFreeHost.
   void leave(void* memory, cudaError_t (*give)(void*)) {
+    if (is_forked()) return;
     {
       std::lock_guard lock(mutex_);
       left_.push_back({memory, give});
@@ -35,13 +39,21 @@ class Remains {
     }
     give_back();
   }
+  // While another thread captures a CUDA graph, too. What the GPU does not take stays.
   void give_back() {
     std::vector<Left> all;
     {
       std::lock_guard lock(mutex_);
       all.swap(left_);
     }
-    for (const Left& each : all) each.give(each.memory);
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    std::erase_if(all, [](const Left& each) { return each.give(each.memory) == cudaSuccess; });
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    if (all.empty()) return;
+    cudaGetLastError();
+    std::lock_guard lock(mutex_);
+    left_.insert(left_.end(), all.begin(), all.end());
   }
 
  private:
@@ -50,6 +62,11 @@ class Remains {
     cudaError_t (*give)(void*);
   };
 
+  bool is_forked() const {
+    return getpid() != process_;
+  }  // a child owns none of this, and whoever held the lock is not there
+
+  pid_t process_ = getpid();
   std::mutex mutex_;
   int endpoints_ = 0;
   std::vector<Left> left_;

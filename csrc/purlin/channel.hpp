@@ -57,7 +57,7 @@ struct Geometry {
 PURLIN_FN Geometry lay_out(Geometry g) {
   i64 channels = static_cast<i64>(g.ranks - 1) * g.teams;
   i64 ready = round_up(g.slots * static_cast<i64>(sizeof(Word)), line);
-  g.pair_words = static_cast<int>(2 * ready + 4 * line);  // ready of both rings, direct ready, staged, grants, freed
+  g.pair_words = static_cast<int>(2 * ready + 4 * line);  // ready of both rings, direct ready, home, grants, freed
   g.words_at = line + (g.ranks - 1) * line;
   g.rings_at = round_up(g.words_at + channels * g.pair_words + line, 4096);
   g.packets_at = round_up(g.rings_at + channels * 2 * g.slots * g.slot_bytes + line, 4096);
@@ -90,8 +90,8 @@ struct Inbox {
     i64 at = use == Use::direct ? 2 * ring : (use == Use::gather) * ring + slot_of(message) * 8;
     return word(words(peer, team) + at);
   }
-  // Messages for the peer that have been staged from what this call overwrites. Written by this rank itself.
-  PURLIN_FN Word* staged(int peer, int team) const { return word(words(peer, team) + g.pair_words - 3 * line); }
+  // Messages to the peer that were read from what this call overwrites, and have been. Written by this rank itself.
+  PURLIN_FN Word* home(int peer, int team) const { return word(words(peer, team) + g.pair_words - 3 * line); }
   // The peer, as reader, gives leave to write its outputs. Written by the reader into the source's arena.
   PURLIN_FN Grant* grants(int peer, int team) const {
     return reinterpret_cast<Grant*>(arena + words(peer, team) + g.pair_words - 2 * line);

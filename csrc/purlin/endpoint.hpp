@@ -26,7 +26,7 @@ struct PlanText {
   std::vector<unsigned> send_signatures, receive_signatures;
   std::vector<i64> input_spans, output_spans;  // bytes from the first to the last byte of each tensor
   bool overlap_allowed;  // input and output may share storage: one of the three forms, checked by planning
-  bool onto_sent;        // a reduction through rings writes where this rank reads what it sends
+  bool onto_sent;  // a reduction writes where this rank reads what it sends: an all-reduce in one exchange, in place
 };
 
 // Where a call finds a plan's items, as long as the plan lives. Every Atom has its own: csrc/cpu.cpp, csrc/cuda/endpoint.cu.
@@ -119,7 +119,7 @@ class Memory {
   void* first_ = nullptr;
   std::size_t bytes_;
 };
-// Memory of what has been destroyed, which destructors may only leave behind where giving it back is to wait (cuda/remains.hpp).
+// Destructors leave memory of a GPU behind, for to give it back is to wait for the GPU (cuda/remains.hpp). Here it is given back.
 void give_back();
 bool can_reach(int device, int peer);
 void reach(int peer);  // let the current device read and write memory of that one

@@ -16,6 +16,15 @@ constexpr bool has_bulk = true;
 constexpr bool has_bulk = false;
 #endif
 
+// A lane moves 32 bytes at once (sm_100 and later; PTX of CUDA 12.9). With PURLIN_WIDE lanes of any GPU do, by two instructions: so all but the one
+// instruction can be run where there is no such GPU.
+#if defined(PURLIN_WIDE) || \
+    (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209)
+constexpr bool has_wide = true;
+#else
+constexpr bool has_wide = false;
+#endif
+
 using i64 = long long;
 using Word = unsigned long long;  // a shared word: 8-byte aligned, lock-free, one writer
 

@@ -152,6 +152,29 @@ def test_plans_that_a_graph_holds_are_never_freed(laned: Any, monkeypatch: pytes
         world.run(work)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_destructors_leave_is_given_back_where_no_rank_waits_for_this_thread(
+    fused: bool, laned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At set-up, at close, and when plans were forgotten: then not where the kernel of another rank may wait for this thread's next call."""
+    monkeypatch.setattr("purlin_core.plans.MOST_PLANS", 3)
+    made: list[Communicator] = []
+    plans_then: list[int] = []
+
+    def give_back() -> None:
+        plans_then.append(sum(len(comm._calls.plans) for comm in made))
+
+    world = laned(atom=Laned(give_back=give_back), fused=fused)
+    made += world.communicators
+    assert plans_then == [0, 0]
+    world.run(lambda comm: [gather(comm, size) for size in range(1, 9)])
+    assert (len(plans_then) > 2) == fused
+    before = len(plans_then)
+    world.close()
+    assert len(plans_then) == before + 2 and plans_then[-1] == 0
+    assert all(comm._calls.last is None for comm in made)
+
+
 def test_what_is_captured_is_not_watched(laned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A canary is looked at by the host, which cannot wait for what only a replay will run."""
     monkeypatch.setenv("PURLIN_CHECK", "1")

@@ -106,6 +106,20 @@ def test_a_rank_that_sleeps_past_the_timeout_is_named_by_all(regime: str) -> Non
     assert max(took) >= 0.4
 
 
+def test_of_a_rank_that_has_left_since_it_was_waited_for_no_call_is_named() -> None:
+    def work(comm: Communicator) -> None:
+        time.sleep((0.0, 0.8, 1.6)[comm.rank])  # rank 0 gives up, rank 1 comes and leaves, rank 2 asks
+        try:
+            gather(comm)
+        finally:
+            if comm.rank == 1:
+                comm.close()
+
+    with world_of(RANKS, "staged", timeout=0.3) as world:
+        last = errors_of(world, work)[2]
+    assert type(last) is StallError and "for rank 1; rank 1 has left since." in str(last), last
+
+
 def test_the_deadline_is_one_of_the_whole_call() -> None:
     """Rank 1 comes late but in time, rank 2 never: rank 0 does not wait for each in turn."""
 

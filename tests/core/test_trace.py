@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import purlin_core
-from purlin_core import ArgumentTypeError, Communicator, ConcurrentUseError, FileError, LocalWorld, StallError
+from purlin_core import ArgumentTypeError, Communicator, ConcurrentUseError, FileError, LocalWorld, StallError, prepare
 from purlin_core.moves import Kind
 from purlin_core.plan import Route
 from purlin_core.prepare import Prepared
+from purlin_core.tune import AllReduce
 from tests.core.processes import Meeting, Processes
 from tests.core.worlds import REGIMES, errors_of, world_of
 
@@ -67,7 +68,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def slices(written: dict[str, Any], *kinds: str) -> list[Event]:
-    return [event for event in written["traceEvents"] if event["ph"] == "X" and event["cat"] in kinds]
+    """Of these kinds; without any, all."""
+    return [event for event in written["traceEvents"] if event["ph"] == "X" and (not kinds or event["cat"] in kinds)]
 
 
 def rank_of(event: Event) -> int:
@@ -202,6 +204,29 @@ def test_there_are_as_many_slices_as_the_plan_says(
         assert counts["notify"] == (0 if regime_taken == "PACKET" else sent)
         assert counts["expect"] == (0 if regime_taken == "PACKET" else received)
         assert counts["let_go"] == (received if regime_taken == "STAGED" else 0)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("ranks", "teams"), WORLDS)
+def test_a_sum_in_one_exchange_is_told_once_a_message(
+    ranks: int, teams: int, in_place: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two GPUs do it. What the roles of a rank tell each other in place is no message."""
+    monkeypatch.setattr(prepare, "how_all_reduce", lambda *_: AllReduce.ONE_SHOT)
+
+    def call(comm: Communicator) -> None:
+        x = torch.arange(501.0) * (comm.rank + 1)
+        out = comm.redistribute(x, "+n -> n", out=x if in_place else None)
+        assert torch.equal(out, torch.arange(501.0) * sum(range(ranks + 1)))
+
+    with world_of(ranks, "staged", teams=teams, slot_bytes=SLOT_BYTES) as world:
+        written = traced(world, call, tmp_path / "t.json")
+        plans = [comm._calls.last for comm in world.communicators]
+    for rank, prepared in enumerate(plans):
+        assert prepared is not None and prepared.overlapping == in_place
+        acts = Counter(event["cat"] for event in slices(written) if rank_of(event) == rank)
+        sent = (ranks - 1) * messages(prepared.moves.own_from, prepared)
+        assert [acts[act] for act in ("stage", "notify", "expect", "let_go")] == [sent] * 4, acts
 
 
 @pytest.mark.parametrize("regime", REGIMES)

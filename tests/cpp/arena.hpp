@@ -40,7 +40,7 @@ class ArenaMap {
         use(in_.slot(p, t, u, static_cast<Word>(s)), g_.slot_bytes, "slot " + which);
       }
     use(in_.ready(p, t, Use::direct, 0), 8, "ready direct" + of);
-    use(in_.staged(p, t), 8, "staged" + of);
+    use(in_.home(p, t), 8, "home" + of);
     use(in_.grants(p, t), static_cast<i64>(max_grants * sizeof(Grant)), "grants" + of);
     for (int u = 0; u < uses; ++u)
       use(in_.freed(p, t, static_cast<Use>(u)), 8, "freed " + std::string(use_names[u]) + of);

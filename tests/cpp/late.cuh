@@ -1,6 +1,6 @@
 // Kernels that dawdle, to be included before any file of csrc/cuda (nvcc -include): before each operation of the protocol a team may be made to wait,
 // as a whole or one warp of it. Whom, where and how long follows from the number of the call, so that in many calls every rank is late everywhere. With
-// PURLIN_LATE=reduce (or another act) it is a warp of one rank in every call, and before that act alone: of a role that has none, nobody.
+// PURLIN_LATE=reduce (or another act) a warp of one rank is late in every call, each time before that act and before no other.
 #pragma once
 #include "purlin/atom/packets.cuh"
 #include "purlin/atom/together.cuh"

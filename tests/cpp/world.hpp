@@ -133,7 +133,7 @@ class World {
         *in.ready(p, t, Use::direct, 0) = stale;
         for (int k = 0; k < max_grants; ++k) in.grants(p, t)[k].tag = stale;
         for (int u = 0; u < uses; ++u) *in.freed(p, t, static_cast<Use>(u)) = s_.start;
-        *in.staged(p, t) = s_.start;
+        *in.home(p, t) = s_.start;
         for (int s = 0; s < packet_slots; ++s)
           for (i64 at = 0; at < geometry_.window_stored; at += s_.lines.bytes)
             *reinterpret_cast<Word*>(in.window(p, t, static_cast<Word>(s)) + at + s_.lines.payload) = stale;

@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -112,6 +113,48 @@ def test_garbage_that_a_rank_collects_does_not_wait_for_the_kernel_of_another() 
             assert alive() is None
     finally:
         gc.enable()
+
+
+def test_a_rank_that_forgets_plans_does_not_wait_for_the_kernel_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of boxes keep memory of the GPU."""
+    monkeypatch.setattr("purlin_core.plans.MOST_PLANS", 2)
+    xs = [torch.full((8, 64), float(rank), device=DEVICE) for rank in range(2)]
+
+    def work(comm: Communicator) -> None:
+        for columns in range(2, 16, 2):
+            x = xs[comm.rank][:, :columns]
+            if comm.rank == 1:
+                time.sleep(0.1)
+            out = comm.redistribute(x, "r@ c -> r c@")
+            assert out.shape == (16, columns // 2)
+
+    with gpu_world(2, "streams", timeout=2.0) as world:
+        world.run(work)
+        settled(world)
+        assert all(len(comm._calls.plans) <= 2 for comm in world.communicators)
+
+
+def test_a_world_can_be_made_while_a_rank_waits_for_another() -> None:
+    """Whoever makes it waits for the GPU, and lets the thread of the other rank run meanwhile."""
+
+    def work(comm: Communicator) -> None:
+        if comm.rank == 1:
+            time.sleep(0.5)
+        gather(comm)
+
+    def made_meanwhile() -> None:
+        time.sleep(0.2)
+        with gpu_world(2, "streams") as other:
+            other.run(gather)
+            settled(other)
+
+    with gpu_world(2, "streams", timeout=2.0) as world, ThreadPoolExecutor(1) as pool:
+        world.run(gather)
+        settled(world)
+        other = pool.submit(made_meanwhile)
+        world.run(work)
+        other.result(timeout=30)
+        settled(world)
 
 
 @pytest.mark.parametrize("way", WAYS)

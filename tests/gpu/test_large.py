@@ -57,7 +57,7 @@ def test_large_calls_have_two_blocks_a_team_and_the_bits_of_their_specs(way: str
                     assert same_bits(out.cpu(), whole[rank]), f"{spec}, rank {rank}"
                 del outs
             del results
-            # Three of 32 teams of two ranks were more than a GPU has.
+            # A block for each of three roles, of 32 teams of two ranks, would be more than a GPU holds.
             assert world.communicators[0].plan([placed[0][0]], spec).schedule.parts == 2
 
 

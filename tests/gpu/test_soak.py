@@ -33,7 +33,7 @@ class Turn:
     """One call with its tensors, made before any rank waits."""
 
     case: Case
-    how: str  # new, given, granted; in place, of an all-reduce, and there of some of the ranks
+    how: str  # the output: new, given, granted, or in place, on some ranks at least
     xs: list[Tensor]
     outs: list[Tensor | None]
     dawdle: int  # the rank that comes late; -1: none
@@ -48,7 +48,7 @@ def _turn(world: LocalWorld, random: Random) -> Turn:
     case = (sum_case if spec.startswith("+") else copy_case)(spec, world.ranks, random)
     how = random.choice(("new", "given", "granted"))
     xs = [on_gpu(x) for x in case.inputs]
-    if _leaves_in_place(Spec.parse(spec)) and random.random() < 0.5:
+    if _may_be_in_place(Spec.parse(spec)) and random.random() < 0.5:
         how = "in place"
         first = random.randrange(world.ranks)  # and the ranks behind it
         outs: list[Tensor | None] = [torch.empty_like(x) if rank >= first else None for rank, x in enumerate(xs)]
@@ -57,8 +57,8 @@ def _turn(world: LocalWorld, random: Random) -> Turn:
     return Turn(case, how, xs, outs, random.choice((-1, *range(world.ranks))))
 
 
-def _leaves_in_place(spec: Spec) -> bool:
-    """Whether it may: an all-reduce whose output has the input's dims in their order."""
+def _may_be_in_place(spec: Spec) -> bool:
+    """An all-reduce whose output has the input's dims in their order."""
     return spec.kind_name == "all_reduce" and list(spec.order) == sorted(spec.order)
 
 

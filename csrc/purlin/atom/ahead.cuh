@@ -3,13 +3,19 @@
 #pragma once
 #include "lanes.cuh"
 
+#include <type_traits>
+
 namespace purlin::gpu {
+
+// What a lane moves at once.
+using Vector = std::conditional_t<has_wide, ptx::Wide, uint4>;
+constexpr i64 held_bytes = sizeof(Vector);
 
 class Held {
  public:
   // The first round of these bytes, for all copies that begin with it until it is forgotten; nothing where they do not lie in vectors, or others are held.
   __device__ __forceinline__ void read_ahead(const char* from, i64 bytes, Lanes team) {
-    if (ahead_ || (bits(from) & 15) != 0) return;
+    if (ahead_ || bits(from) % held_bytes != 0) return;
     read(from, round_of(bytes, team), team);
     ahead_ = from;
   }
@@ -17,8 +23,9 @@ class Held {
 
   __device__ __forceinline__ void copy(char* to, const char* from, i64 bytes, Lanes team) {
     if (to == from) return;
-    if (((bits(to) | bits(from)) & 15) != 0) return copy_spliced(to, from, bytes, team);
-    i64 whole = bytes & ~i64{15}, round = in_flight * team.lanes * i64{vector_bytes}, at = 0;
+    if ((bits(to) | bits(from)) % held_bytes != 0)
+      return has_wide ? copy_called(to, from, bytes, team) : copy_spliced(to, from, bytes, team);
+    i64 whole = bytes & ~(held_bytes - 1), round = many * team.lanes * held_bytes, at = 0;
     int vectors = round_of(whole, team);
     if (from != ahead_ || vectors != vectors_) read(from, vectors, team), forget();
     if (whole > round) forget();
@@ -34,41 +41,43 @@ class Held {
   }
 
  private:
+  static constexpr int many = in_flight * vector_bytes / static_cast<int>(held_bytes);
+
   __device__ __forceinline__ static int round_of(i64 bytes, Lanes team) {
-    return static_cast<int>(smaller(bytes, in_flight * team.lanes * i64{vector_bytes})) / vector_bytes;
+    return static_cast<int>(smaller(bytes, many * team.lanes * held_bytes)) / static_cast<int>(held_bytes);
   }
   __device__ __forceinline__ void read(const char* from, int vectors, Lanes team) {
     vectors_ = vectors;
-    for_each_vector(from, team, [&](int u, const char* at) { held_[u] = ptx::load_vector(at); });
+    for_each_vector(from, team, [&](int u, const char* at) { ptx::load(held_[u], at); });
   }
   __device__ __forceinline__ void store(char* to, Lanes team) const {
-    for_each_vector(to, team, [&](int u, char* at) { ptx::store_vector(at, held_[u]); });
+    for_each_vector(to, team, [&](int u, char* at) { ptx::store(at, held_[u]); });
   }
   // Of whole rounds: as soon as a vector is stored, that of the next round is asked for.
   __device__ __forceinline__ void exchange(char* to, const char* next, Lanes team) {
-    i64 mine = team.lane * i64{vector_bytes};
+    i64 mine = team.lane * held_bytes;
     to = ptx::here(to + mine), next = ptx::here(next + mine);
 #pragma unroll
-    for (int u = 0; u < in_flight; ++u) {
-      ptx::store_vector(to + u * team.lanes * i64{vector_bytes}, held_[u]);
-      held_[u] = ptx::load_vector(next + u * team.lanes * i64{vector_bytes});
+    for (int u = 0; u < many; ++u) {
+      ptx::store(to + u * team.lanes * held_bytes, held_[u]);
+      ptx::load(held_[u], next + u * team.lanes * held_bytes);
     }
   }
   // f(u, at) for each vector of this lane, of a round that begins at `first`. What is one vector a lane passes all others by.
   template <class C, class F>
   __device__ __forceinline__ void for_each_vector(C* first, Lanes team, F f) const {
-    C* mine = ptx::here(first + team.lane * i64{vector_bytes});
+    C* mine = ptx::here(first + team.lane * held_bytes);
     int left = vectors_ - team.lane;
     if (left > 0) f(0, mine);
     if (vectors_ <= team.lanes) return;
 #pragma unroll
-    for (int u = 1; u < in_flight; ++u)
-      if (left > u * team.lanes) f(u, mine + u * team.lanes * i64{vector_bytes});
+    for (int u = 1; u < many; ++u)
+      if (left > u * team.lanes) f(u, mine + u * team.lanes * held_bytes);
   }
 
   const char* ahead_ = nullptr;  // where the round begins that has been read ahead; nullptr: none has
   int vectors_ = 0;              // of the round
-  uint4 held_[in_flight];        // [u] vector u * lanes + lane of the round
+  Vector held_[many];            // [u] vector u * lanes + lane of the round
 };
 
 }  // namespace purlin::gpu

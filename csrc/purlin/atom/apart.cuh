@@ -111,29 +111,31 @@ class Apart : public RingHands {
   __device__ Arrival come(F arrived) {
     int k = waits_++;
     if (kind_ == Kind::watcher) return watch(k, arrived);
-    if (kind_ == Kind::copier) {
-      if (!passes(x_->go + k % gates, k / gates)) return Arrival::never;
-      __syncwarp();
-      if (lane_ % warp == 0) ptx::gate_arrive(x_->passed + k % gates);
-    }
-    return has_failed() ? Arrival::never : Arrival::yes;
+    if (kind_ == Kind::notifier) return has_failed() ? Arrival::never : Arrival::yes;
+    if (!passes(x_->go + k % gates, k / gates)) return Arrival::never;
+    __syncwarp();
+    if (lane_ % warp == 0) ptx::gate_arrive(x_->passed + k % gates);
+    return Arrival::yes;
   }
   template <class F>
   __device__ Arrival watch(int k, F arrived) {
     if (k >= gates && !passes(x_->passed + k % gates, k / gates - 1)) return Arrival::never;
     bool bad = __any_sync(0xffffffffu, !arrived());
-    if (bad && lane_ == 0) *static_cast<volatile int*>(&x_->failed) = 1;
+    if (bad && lane_ == 0) ptx::set_flag(&x_->failed);
     __syncwarp();
     if (lane_ == 0 && !bad) ptx::gate_arrive(x_->go + k % gates);
     return bad ? Arrival::never : Arrival::yes;
   }
-  // Wait for the phase-th completion of a gate; false when this role has failed meanwhile.
+  // Wait for the phase-th completion of a gate; false when this role has failed, and it never will be. The watcher opens no gate after a failure, so the gate is
+  // looked at last, and it alone decides, the same for all copiers: they come to barriers together or not at all.
   __device__ bool passes(ptx::Gate* gate, int phase) const {
-    while (!ptx::gate_passed(gate, static_cast<unsigned>(phase) & 1))
-      if (has_failed()) return false;
-    return true;
+    for (;;) {
+      bool failed = has_failed();
+      if (ptx::gate_passed(gate, static_cast<unsigned>(phase) & 1)) return true;
+      if (failed) return false;
+    }
   }
-  __device__ bool has_failed() const { return *static_cast<volatile const int*>(&x_->failed) != 0; }
+  __device__ bool has_failed() const { return ptx::flag_is_set(&x_->failed); }
   __device__ int copier_barrier() const { return 3 + role_; }
 
   Kind kind_;

@@ -78,7 +78,7 @@ inline __device__ __noinline__ Watch look_around(const Launch& l, int team, unsi
   if (now - start > 1000000) {
     if (ptx::load_relaxed(&l.page->abort))
       return fail(l, team, Fault::left, peer, where), Watch{Outlook::closed, Fault::none, start};
-    if (where.what == Where::What::source) return {Outlook::open, Fault::none, start};  // no peer is waited for
+    if (where.what == Where::What::home) return {Outlook::open, Fault::none, start};  // no peer is waited for
     Word post = ptx::load_acquire(Inbox{c.geometry, c.own_arena()}.post(peer));
     if (post == farewell) return {Outlook::doubtful, Fault::left, start};
     if (elsewhere(post, c.progress->calls, c.signature)) return {Outlook::doubtful, Fault::mismatch, start};

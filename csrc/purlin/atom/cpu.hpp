@@ -299,7 +299,7 @@ class Cpu {
           [[fallthrough]];
         case Patience::Step::look_around:
           if (poisoned()) return failed_ = true, Arrival::never;
-          if (where.what != Where::What::source && patience.waited() > std::chrono::milliseconds(1))
+          if (where.what != Where::What::home && patience.waited() > std::chrono::milliseconds(1))
             if (Fault why = hopeless(peer); why != Fault::none && !come()) return fail(why, peer, where);
           if (patience.since_first() > host_.timeout) return fail(Fault::stall, peer, where);
           break;

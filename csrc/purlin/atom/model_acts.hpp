@@ -116,7 +116,7 @@ class Acts {
         if (came && good == is_message && w.has != w.wanted) got = fail(r, "mismatch", w.peer, Arrival::other);
         if (came) continue;
         missing = true;
-        if (where.what != Where::What::source && (m_.last_chance() || m_.random.chance(3)) && hopeless(r, w.peer) &&
+        if (where.what != Where::What::home && (m_.last_chance() || m_.random.chance(3)) && hopeless(r, w.peer) &&
             !still(r, w, good))
           got = fail(r, "mismatch", w.peer, Arrival::other);
       }

@@ -73,6 +73,38 @@ __device__ __forceinline__ void store_vector(void* to, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// ---- wide vectors of 32 bytes, the same (sm_100)
+
+struct Wide {
+  Word words[4];
+};
+__device__ __forceinline__ void load(Wide& v, const char* from) {
+#if defined(PURLIN_WIDE)
+  asm volatile("ld.global.v2.u64 {%0, %1}, [%4]; ld.global.v2.u64 {%2, %3}, [%4 + 16];"
+               : "=&l"(v.words[0]), "=&l"(v.words[1]), "=l"(v.words[2]), "=l"(v.words[3])
+               : "l"(from));
+#else
+  if constexpr (has_wide)
+    asm volatile("ld.global.L1::no_allocate.v4.u64 {%0, %1, %2, %3}, [%4];"
+                 : "=l"(v.words[0]), "=l"(v.words[1]), "=l"(v.words[2]), "=l"(v.words[3])
+                 : "l"(from));
+#endif
+}
+__device__ __forceinline__ void store(char* to, const Wide& v) {
+#if defined(PURLIN_WIDE)
+  asm volatile("st.global.v2.u64 [%0], {%1, %2}; st.global.v2.u64 [%0 + 16], {%3, %4};" ::"l"(to), "l"(v.words[0]),
+               "l"(v.words[1]), "l"(v.words[2]), "l"(v.words[3])
+               : "memory");
+#else
+  if constexpr (has_wide)
+    asm volatile("st.global.v4.u64 [%0], {%1, %2, %3, %4};" ::"l"(to), "l"(v.words[0]), "l"(v.words[1]),
+                 "l"(v.words[2]), "l"(v.words[3])
+                 : "memory");
+#endif
+}
+__device__ __forceinline__ void load(uint4& v, const char* from) { v = load_vector(from); }
+__device__ __forceinline__ void store(char* to, const uint4& v) { store_vector(to, v); }
+
 // ---- the number of a peer, in a branch that its lane alone takes
 
 // Constants at a place that differs from lane to lane are read lane by lane, and a compiler that may read them ahead of the branch reads them for all lanes:
@@ -108,12 +140,23 @@ __device__ __forceinline__ bool barrier_or(int id, int threads, bool value) {
   return any != 0;
 }
 
-// ---- mbarriers: arrivals of one kind of warp, waited for by another
+// ---- flags in shared memory: who sees one set sees what was done before
 
-using Gate = unsigned long long;
 __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
+__device__ __forceinline__ void set_flag(int* flag) {
+  asm volatile("st.release.cta.shared.u32 [%0], 1;" ::"r"(shared_address(flag)) : "memory");
+}
+__device__ __forceinline__ bool flag_is_set(const int* flag) {
+  unsigned value;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(shared_address(flag)));
+  return value != 0;
+}
+
+// ---- mbarriers: arrivals of one kind of warp, waited for by another
+
+using Gate = unsigned long long;
 __device__ __forceinline__ void gate_init(Gate* gate, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(gate)), "r"(arrivals) : "memory");
 }

@@ -105,7 +105,7 @@ class Traced {
       i64 begin = now();
       a_.notify(n, [&](int q) { return q == k ? m : Mark{}; });
       int p = k % c_.peers();  // a peer may be told two words
-      bool at_home = m.word == Inbox{c_.geometry, c_.own_arena()}.staged(p, team());
+      bool at_home = m.word == Inbox{c_.geometry, c_.own_arena()}.home(p, team());
       if (at_home) continue;  // another role of this rank is told
       i64 word = within_words(m.word, p), freed = c_.geometry.pair_words - line;
       if (word >= freed) {
@@ -119,7 +119,7 @@ class Traced {
   }
   template <class F>
   Arrival wait(int n, F mark, Where where) {
-    if (where.what == Where::What::source) return a_.wait(n, mark, where);
+    if (where.what == Where::What::home) return a_.wait(n, mark, where);
     at() = where;
     return one_by_one(n, mark, [&](int p, Mark m, auto only) {
       i64 begin = now();

@@ -34,9 +34,9 @@ struct Ring {
     return {theirs(p).freed(c.as_seen_by(p), a.team(), use), taken(p, step) + 1};
   }
 
-  // Use::home, between two roles of this rank: message `step` for p has been staged, so what it was read from may be overwritten.
-  PURLIN_FN Mark staged_out(int p, int step) const { return {mine().staged(p, a.team()), sent(p, step) + 1}; }
-  PURLIN_FN Mark staged_in(int p, int step) const { return {mine().staged(p, a.team()), taken(p, step) + 1}; }
+  // Use::home, between two roles of this rank: message `step` to p has been staged, so what it was read from may be overwritten.
+  PURLIN_FN Mark home_out(int p, int step) const { return {mine().home(p, a.team()), sent(p, step) + 1}; }
+  PURLIN_FN Mark home_in(int p, int step) const { return {mine().home(p, a.team()), taken(p, step) + 1}; }
 
   template <class R>
   PURLIN_FN Range cut(R route, int p, int step) const {
@@ -61,7 +61,7 @@ struct Ring {
     a.notify(c.onto_sent ? 2 * peers : peers, [&](int k) {
       int p = k < peers ? k : k - peers;
       if (cut(route, p, step).empty()) return Mark{};
-      return k < peers ? ready_out(p, step) : Ring{a, c, Use::home}.staged_out(p, step);
+      return k < peers ? ready_out(p, step) : Ring{a, c, Use::home}.home_out(p, step);
     });
     return true;
   }

@@ -55,7 +55,7 @@ bool writers_do_not_share_lines() {
           ++writer;
           for (int s = 0; s < g.slots; ++s) word(in.ready(p, t, use, static_cast<Word>(s)));
         }
-        ++writer, word(in.staged(p, t));
+        ++writer, word(in.home(p, t));
         ++writer;
         for (int k = 0; k < max_grants; ++k) word(in.grants(p, t) + k);
         ++writer;

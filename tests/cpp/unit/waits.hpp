@@ -41,6 +41,10 @@ struct Alone {
     return atom.wait(1, [&](int) { return Mark{inbox().freed(0, 0, Use::ring), count}; },
                      {Where::What::credit, Use::ring, 0});
   }
+  Arrival wait_at_home(Word count) {
+    cpu::Cpu<> atom(call, 0, host);
+    return atom.wait(1, [&](int) { return Mark{inbox().home(0, 0), count}; }, {Where::What::home, Use::home, 0});
+  }
   Arrival granted(i64 place) {
     Grant* grant = inbox().grants(0, 0);
     *grant = {static_cast<Word>(place), tag(5, 1)};
@@ -117,6 +121,20 @@ bool a_post_of_this_call_or_an_earlier_one_does_not() {
   }
   return all;
 }
+bool what_this_rank_itself_does_is_waited_for_whatever_peers_post() {
+  bool all = true;
+  for (Word post : {farewell, tag(9, 1)}) {
+    Alone a(std::chrono::seconds(2));
+    *a.inbox().post(0) = post;
+    std::thread later([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      cpu::shared(a.inbox().home(0, 0)).store(6, std::memory_order_release);
+    });
+    all = all && a.wait_at_home(6) == Arrival::yes && a.all_have(Fault::none);
+    later.join();
+  }
+  return all;
+}
 bool after_a_post_the_message_is_looked_at_once_more() {
   static Alone* late;  // its message comes, and then its peer is past the call, just before the wait looks at the post
   Alone a(std::chrono::seconds(2));
@@ -154,6 +172,8 @@ void laws_of_waits() {
   law("a post of another call ends waits", a_post_of_another_call_ends_waits);
   law("a farewell ends waits", a_farewell_ends_waits);
   law("a post of this call, or an earlier one, does not", a_post_of_this_call_or_an_earlier_one_does_not);
+  law("what this rank itself does is waited for, whatever peers post",
+      what_this_rank_itself_does_is_waited_for_whatever_peers_post);
   law("after a look at the post the message is looked at once more", after_a_post_the_message_is_looked_at_once_more);
   law("a grant outside the heap is refused", a_grant_outside_the_heap_is_refused);
   law("an interrupt ends waits", an_interrupt_ends_waits);
