@@ -62,9 +62,8 @@ class Remains {
     cudaError_t (*give)(void*);
   };
 
-  bool is_forked() const {
-    return getpid() != process_;
-  }  // a child owns none of this, and whoever held the lock is not there
+  // A child owns none of this, and whoever held the lock is not there.
+  bool is_forked() const { return getpid() != process_; }
 
   pid_t process_ = getpid();
   std::mutex mutex_;

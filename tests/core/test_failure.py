@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
 from purlin_core import Communicator, ConcurrentUseError, LocalWorld, PeerError, PurlinError, StallError
+from purlin_core.failure import Fault, Scene, error_of
 from tests.core.worlds import REGIMES, TIMEOUT, errors_of, on_threads, world_of
 
 RANKS = 3
@@ -118,6 +120,32 @@ def test_of_a_rank_that_has_left_since_it_was_waited_for_no_call_is_named() -> N
     with world_of(RANKS, "staged", timeout=0.3) as world:
         last = errors_of(world, work)[2]
     assert type(last) is StallError and "for rank 1; rank 1 has left since." in str(last), last
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """The end of rank 0 of two, which gave up waiting for rank 1."""
+
+    stalled: tuple[int, int, int, int, int]
+    fault: tuple[int, int, int] = (int(Fault.STALL), 0, 1)
+    calls: int = 7
+
+    def post(self, rank: int) -> tuple[int, int]:
+        return (7, 0)
+
+
+def test_a_stall_tells_one_wait_from_another() -> None:
+    """By what was waited for, on which use, of which team and chunk: Where in csrc/purlin/atom/concept.hpp."""
+
+    def said(*stalled: int) -> str:
+        what, use, step, team = stalled
+        return str(error_of(Scene(0, Stalled((what, use, step, team, 1)), [], 2.5, "all_reduce", 0)))
+
+    assert "all_reduce (call #7): rank 0 waited 2.5 s for rank 1 (a free slot, ring, team 3, chunk 4);" in said(
+        0, 0, 4, 3
+    )
+    assert "waited 2.5 s for its own message to rank 1 to be sent (ring, team 0, chunk 2);" in said(3, 4, 2, 0)
+    assert len({said(what, use, 0, 0) for what in range(3) for use in range(4)}) == 12
 
 
 def test_the_deadline_is_one_of_the_whole_call() -> None:

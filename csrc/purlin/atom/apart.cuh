@@ -126,8 +126,8 @@ class Apart : public RingHands {
     if (lane_ == 0 && !bad) ptx::gate_arrive(x_->go + k % gates);
     return bad ? Arrival::never : Arrival::yes;
   }
-  // Wait for the phase-th completion of a gate; false when this role has failed, and it never will be. The watcher opens no gate after a failure, so the gate is
-  // looked at last, and it alone decides, the same for all copiers: they come to barriers together or not at all.
+  // Wait for the phase-th completion of a gate; false when this crew has failed, and it is not complete. The gate is looked at last: those that were opened
+  // before the failure let all copiers pass, and the one whose wait failed lets none. So they come to barriers together or not at all.
   __device__ bool passes(ptx::Gate* gate, int phase) const {
     for (;;) {
       bool failed = has_failed();
