@@ -119,4 +119,4 @@ $(VENV)/.dev: $(VENV)/.tools pyproject.toml
 	@touch $@ $(VENV)/.built
 
 build/tests/build.ninja: $(VENV)/.tools CMakeLists.txt
-	$(bin)/cmake -S . -B build/tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(bin))/ninja -DPURLIN_MODULES=OFF -DPURLIN_TESTS=ON -DPURLIN_CUDA=$(cuda_anywhere) >/dev/null
+	$(bin)/cmake -S . -B build/tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(bin))/ninja -DPython_EXECUTABLE=$(abspath $(bin))/python -DPURLIN_MODULES=OFF -DPURLIN_TESTS=ON -DPURLIN_CUDA=$(cuda_anywhere) >/dev/null

@@ -109,9 +109,10 @@ Route Plan::route(const RouteText& text) {
   return route;
 }
 
-// Every chunk is a multiple of 16 bytes of wire, the same for source and reader: it follows from the bytes of the pair alone.
+// Every chunk is a multiple of what lanes move at once, the same for source and reader: it follows from the bytes of the pair alone.
 void Plan::cut(Route& route, const Geometry& geometry) const {
-  i64 even = round_up(larger<i64>(ceil_div(route.bytes, call_.teams), 16), 16);
+  i64 unit = call_.regime == Regime::direct ? wide_bytes : vector_bytes;
+  i64 even = round_up(larger(ceil_div(route.bytes, call_.teams), unit), unit);
   route.chunk = call_.regime == Regime::staged ? smaller<i64>(even, geometry.slot_bytes) : even;
 }
 

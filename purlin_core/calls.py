@@ -70,7 +70,7 @@ class Calls:
         prepared = make()
         self.tie.boards[self.rank].note(prepared.signature, prepared.text)
         if self.plans.keep(key, prepared):
-            self.tie.give_back()
+            self.tie.give_back(amid_calls=True)
         return prepared
 
     def run(

@@ -268,7 +268,8 @@ class Communicator:
     def close(self) -> None:
         """Part from the peers, waiting up to 5 s for them, and give the memory back. Idempotent; later calls raise ClosedError.
 
-        One that is dropped unclosed keeps memory of a GPU until another is made or closed, or none of the process is left.
+        One that is dropped unclosed may keep memory of a GPU until another is made or closed, or none of the process is left; what a kernel still
+        uses 2 s later is kept for good.
         """
         self._life.close()
 

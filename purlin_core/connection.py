@@ -68,8 +68,7 @@ class Connection:
     ) -> None:
         meeting, timeout = self._meeting, self._setup_timeout
         local = isinstance(meeting, LocalRendezvous)
-        self._side_by_side = _side_by_side(meeting)
-        _check_room(self._side_by_side, atom, scratch.teams)
+        _check_room(meeting, atom, scratch.teams)
         atom.native.give_back()
         geometry = _geometry(atom, self.ranks, scratch, heap_bytes)
         boards, arenas = HostMemory(local=local), atom.memory(meeting, timeout=timeout)
@@ -172,11 +171,11 @@ class Connection:
         self.canaries = None
         self.heap.close()
         del self.end, self._ending  # and with them the memory, when the last rank has gone
-        self.site.atom.native.give_back()
 
-    def give_back(self) -> None:
-        """Give back the memory of forgotten plans; not where that would wait for the kernel of a rank that waits for this thread's next call."""
-        if self._side_by_side == 1:
+    def give_back(self, *, amid_calls: bool = False) -> None:
+        """Give back the memory of what was dropped. `amid_calls`: not where the kernel of another rank may wait for this thread's next call."""
+        apart = isinstance(self._meeting, LocalRendezvous) and not self._meeting.fused
+        if not (amid_calls and apart):
             self.site.atom.native.give_back()
 
     def _on_death(self, peer: int) -> None:
@@ -238,13 +237,9 @@ def _allocated(make: Callable[[], Any], atom: Atom) -> Any:
         raise SetupError(f"Communicator: '{atom.device}' failed: {error}. {cure}") from error
 
 
-def _side_by_side(meeting: Rendezvous) -> int:
-    """How many ranks launch kernels of their own on one GPU, which wait for each other there."""
-    return meeting.sharing if isinstance(meeting, LocalRendezvous) and not meeting.fused else 1
-
-
-def _check_room(sharing: int, atom: Atom, teams: int) -> None:
+def _check_room(meeting: Rendezvous, atom: Atom, teams: int) -> None:
     """Kernels of their own that wait for each other need to be on the GPU at once, a team a block. Raises SetupError."""
+    sharing = meeting.sharing if isinstance(meeting, LocalRendezvous) and not meeting.fused else 1
     if sharing > 1 and sharing * teams > atom.processors:
         raise SetupError(
             f"LocalWorld: {sharing} ranks of {teams} teams need {sharing * teams} multiprocessors; '{atom.device}' has {atom.processors}. "

@@ -29,6 +29,7 @@ class Life:
         self.calls.go_on(self._opening.connect(heap_bytes))
         self._opened += 1
         old.part()
+        old.give_back()
 
     def check(self) -> None:
         error = self.calls.tie.error(self.calls.last)
@@ -52,8 +53,9 @@ class Life:
         calls = self.calls
         if not calls.over:
             calls.over = "is closed"
-            calls.plans, calls.last = Plans(calls.plans.stats()), None
             calls.tie.part()
+            calls.plans, calls.last = Plans(calls.plans.stats()), None
+            calls.tie.give_back()
 
     @property
     def captured_together(self) -> bool:

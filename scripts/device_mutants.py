@@ -134,7 +134,7 @@ MUTANTS = (
                  ("direct_sums",), late="reduce"),
     Mutant("borrow: sent on while lanes still add", BORROW, LENT,
                  (("__syncthreads();  // other lanes have written what this one reads", ""),), ("direct_sums",), late="reduce"),
-    Mutant("one exchange in place: no wait for what is sent", STAGED, SUMS, ((" && is_sent(i))", ")"),), ("staged_sums",), late="copy"),
+    Mutant("one exchange in place: no wait for what is sent", STAGED, SUMS, ((" && is_staged(i))", ")"),), ("staged_sums",), late="copy"),
     Mutant("sums: sent on while lanes still add", APART, SUMS, (drop("if (places > 1) ptx::barrier(copier_barrier(), copiers);"),),
                  ("staged_sums",)),
     Mutant("sums: notify while lanes still copy", APART, SUMS, (drop("if (!passes(x_->done + k % gates, k / gates)) return;"),),

@@ -94,7 +94,7 @@ FORBIDDEN = (
     Forbidden("non-coherent load", re.compile(r"\bld(?:\.[\w:]+)*\.nc\b|\bldu\.|\btex\.")),
     Forbidden(
         "ordering below system scope",
-        re.compile(r"\b(?:ld|st|atom|red|fence)\.(?:acquire|release|acq_rel|sc)\.(?!sys\b|cta\.shared\b)"),
+        re.compile(r"\b(?:ld|st|atom|red|fence)\.(?:acquire|release|acq_rel|sc)\.(?!sys\b)"),
     ),
     Forbidden("word without a scope", re.compile(r"\b(?:ld|st)\.relaxed\.(?!sys\b)")),
     Forbidden("multicast", re.compile(r"\bmultimem\.|\.multicast\b")),
@@ -117,7 +117,7 @@ class Together:
 
 BULK_LOAD = re.compile(r"\bcp\.async\.bulk\.shared\b")
 TOGETHER = (
-    Together("bulk loads without an acquire", BULK_LOAD, re.compile(r"\bld\.acquire\.sys\b")),
+    Together("bulk loads without an acquire", BULK_LOAD, re.compile(r"\bld\.acquire\b")),
     Together(
         "bulk loads without a proxy fence", BULK_LOAD, re.compile(r"\bfence\.proxy\.async(?:\.global)?(?![\w.:])")
     ),
@@ -190,7 +190,7 @@ COMPLETE = Order(
     "bulk stores may be on their way at a release",
     begins=re.compile(r"\bcp\.async\.bulk\.(?:global|commit_group)\b"),
     ends=re.compile(r"\bcp\.async\.bulk\.wait_group\b(?!\.read)"),
-    needs=re.compile(r"\bst\.release\.sys\b"),
+    needs=re.compile(r"\bst\.release\b"),
 )
 RULES: tuple[Rule, ...] = (*FORBIDDEN, *TOGETHER, arguments, COMPLETE)
 

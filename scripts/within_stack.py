@@ -15,7 +15,9 @@ from collections.abc import Iterator, Sequence
 
 MOST_STACK = 1024  # bytes of a thread: cudaLimitStackSize, as CUDA sets it
 
-INFO = re.compile(r"^ptxas info\b|^\s+\d+ bytes stack frame\b")
+INFO = re.compile(
+    r"^ptxas info\s*: (?:Compiling entry function|Function properties for|Used \d+ registers|\d+ bytes gmem|Compile time)|^\s+\d+ bytes stack frame\b"
+)
 KERNEL = re.compile(r"Compiling entry function '([^']*)' for '([^']*)'")
 STACK = re.compile(r"\b(\d+) bytes cumulative stack size\b")
 

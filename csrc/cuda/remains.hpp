@@ -1,6 +1,6 @@
 // Memory that destructors leave behind. To give it back is to wait for the GPU, and Python may destroy garbage in any thread and at any time: also in the
-// thread of a rank for which another rank's kernel waits. So it is given back where somebody may wait: at set-up, at close, when plans have been forgotten;
-// and by destructors themselves once no endpoint is left, for then nobody does. Until then what was dropped without close() stays allocated.
+// thread of a rank for which another rank's kernel waits. So it is given back where waiting does no harm: at set-up, at close, and when plans have been
+// forgotten, unless ranks launch on streams of their own. Destructors do it themselves once no endpoint is left, for then no kernel waits for a thread.
 #pragma once
 #include <cuda_runtime.h>
 #include <unistd.h>
@@ -41,6 +41,7 @@ class Remains {
   }
   // While another thread captures a CUDA graph, too. What the GPU does not take stays.
   void give_back() {
+    if (is_forked()) return;
     std::vector<Left> all;
     {
       std::lock_guard lock(mutex_);

@@ -90,7 +90,7 @@ struct Inbox {
     i64 at = use == Use::direct ? 2 * ring : (use == Use::gather) * ring + slot_of(message) * 8;
     return word(words(peer, team) + at);
   }
-  // Messages to the peer that were read from what this call overwrites, and have been. Written by this rank itself.
+  // How many messages to the peer have been staged from what this call overwrites. Written by this rank itself.
   PURLIN_FN Word* home(int peer, int team) const { return word(words(peer, team) + g.pair_words - 3 * line); }
   // The peer, as reader, gives leave to write its outputs. Written by the reader into the source's arena.
   PURLIN_FN Grant* grants(int peer, int team) const {

@@ -12,7 +12,7 @@ constexpr int max_dims = 4;      // strided dims of a box beside its contiguous 
 constexpr int max_tensors = 16;  // inputs, and outputs, of one call
 constexpr int max_grants = 4;    // outputs a direct call can grant
 
-constexpr int vector_bytes = 16;
+constexpr int vector_bytes = 16, wide_bytes = 32;  // what a lane moves at once, and where a GPU has wider ones
 
 // n / divisor without a division, for n < 2^31: multiply by 2^(32 + shift) / divisor, rounded up (Granlund and Montgomery 1994).
 struct Divider {

@@ -134,8 +134,10 @@ def test_a_rank_that_forgets_plans_does_not_wait_for_the_kernel_of_another(monke
         assert all(len(comm._calls.plans) <= 2 for comm in world.communicators)
 
 
-def test_a_world_can_be_made_while_a_rank_waits_for_another() -> None:
-    """Whoever makes it waits for the GPU, and lets the thread of the other rank run meanwhile."""
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("remains", [False, True])
+def test_a_world_can_be_made_while_a_rank_waits_for_another(remains: bool, way: str) -> None:
+    """Whoever makes it waits for the GPU, and lets the thread of the other rank run meanwhile. `remains`: there is memory to be given back."""
 
     def work(comm: Communicator) -> None:
         if comm.rank == 1:
@@ -144,13 +146,16 @@ def test_a_world_can_be_made_while_a_rank_waits_for_another() -> None:
 
     def made_meanwhile() -> None:
         time.sleep(0.2)
-        with gpu_world(2, "streams") as other:
+        with gpu_world(2, way) as other:
             other.run(gather)
             settled(other)
 
     with gpu_world(2, "streams", timeout=2.0) as world, ThreadPoolExecutor(1) as pool:
         world.run(gather)
         settled(world)
+        if remains:
+            LocalWorld(2, DEVICE)  # and nobody closes it
+            gc.collect()
         other = pool.submit(made_meanwhile)
         world.run(work)
         other.result(timeout=30)

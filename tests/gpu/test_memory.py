@@ -99,6 +99,7 @@ def test_reserve_gives_a_new_heap_and_old_tensors_stay_good_outputs() -> None:
 
 
 @pytest.mark.parametrize(("cycles", "beside"), [(1000, False), (200, True)])
+@pytest.mark.timeout(300)
 def test_nothing_grows_over_many_communicators(cycles: int, beside: bool) -> None:
     """Device memory, files, mappings (the driver keeps a few) and threads; `beside`: another world is there all the time."""
     small = scratch_for("packet")
@@ -162,13 +163,16 @@ def test_nothing_grows_over_many_arenas_of_processes(tmp_path: Path) -> None:
             assert grown["host memory"] <= 16 << 20, grown  # torch keeps the name of each
 
 
-def test_close_gives_the_memory_back_while_the_world_is_still_about() -> None:
-    free = torch.cuda.mem_get_info(DEVICE)[0]
-    world = LocalWorld(2, DEVICE, heap_bytes=256 << 20)
-    assert torch.cuda.mem_get_info(DEVICE)[0] <= free - (512 << 20)
-    world.close()
-    assert torch.cuda.mem_get_info(DEVICE)[0] >= free - (64 << 20)
-    assert world.communicators[0].stats().heap_bytes == 256 << 20
+@pytest.mark.parametrize("beside", [False, True])
+def test_close_gives_the_memory_back_while_the_world_is_still_about(beside: bool) -> None:
+    """`beside`: and another one is."""
+    with gpu_world(2) if beside else nullcontext():
+        free = torch.cuda.mem_get_info(DEVICE)[0]
+        world = LocalWorld(2, DEVICE, heap_bytes=256 << 20)
+        assert torch.cuda.mem_get_info(DEVICE)[0] <= free - (512 << 20)
+        world.close()
+        assert torch.cuda.mem_get_info(DEVICE)[0] >= free - (64 << 20)
+        assert world.communicators[0].stats().heap_bytes == 256 << 20
 
 
 # ---- canaries

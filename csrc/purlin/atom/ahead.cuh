@@ -41,7 +41,7 @@ class Held {
   }
 
  private:
-  static constexpr int many = in_flight * vector_bytes / static_cast<int>(held_bytes);
+  static constexpr int many = has_wide ? 3 : in_flight;  // four wide ones do not find registers
 
   __device__ __forceinline__ static int round_of(i64 bytes, Lanes team) {
     return static_cast<int>(smaller(bytes, many * team.lanes * held_bytes)) / static_cast<int>(held_bytes);

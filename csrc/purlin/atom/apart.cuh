@@ -1,5 +1,5 @@
 // Apart: a staging and a consuming role of a team side by side, each of three kinds of warps, so that nobody who copies ever polls the link or fences:
-//     watcher  polls words ahead of the copiers          -> go[k]:   what the k-th wait waits for has come
+//     watcher  polls words ahead of the copiers          -> go[k]:   how the k-th wait has ended, came[k]: whether what it waits for has come
 //     copiers  move the bytes                            -> done[k]: what the k-th notify publishes has been issued
 //     notifier fences and stores the words, a peer a lane
 // A gate of a ring is used again only when the other side has passed it (passed, told).
@@ -14,6 +14,7 @@ constexpr int gates = 8;
 template <int copiers>
 struct Crossing {  // of one role, in shared memory
   ptx::Gate go[gates], passed[gates], done[gates], told[gates];
+  bool came[gates];
   char* slots[2][max_ranks];
   int failed;
 
@@ -107,35 +108,42 @@ class Apart : public RingHands {
       });
     return done;
   }
+  // All copiers learn the same of each wait, for they come to barriers together or not at all. So the watcher opens every gate, whatever has failed, and copiers
+  // pass each of them.
   template <class F>
   __device__ Arrival come(F arrived) {
     int k = waits_++;
     if (kind_ == Kind::watcher) return watch(k, arrived);
     if (kind_ == Kind::notifier) return has_failed() ? Arrival::never : Arrival::yes;
-    if (!passes(x_->go + k % gates, k / gates)) return Arrival::never;
+    pass(x_->go + k % gates, k / gates);
+    bool came = x_->came[k % gates];
     __syncwarp();
     if (lane_ % warp == 0) ptx::gate_arrive(x_->passed + k % gates);
-    return Arrival::yes;
+    return came ? Arrival::yes : Arrival::never;
   }
   template <class F>
   __device__ Arrival watch(int k, F arrived) {
-    if (k >= gates && !passes(x_->passed + k % gates, k / gates - 1)) return Arrival::never;
-    bool bad = __any_sync(0xffffffffu, !arrived());
-    if (bad && lane_ == 0) ptx::set_flag(&x_->failed);
-    __syncwarp();
-    if (lane_ == 0 && !bad) ptx::gate_arrive(x_->go + k % gates);
-    return bad ? Arrival::never : Arrival::yes;
-  }
-  // Wait for the phase-th completion of a gate; false when this crew has failed, and it is not complete. The gate is looked at last: those that were opened
-  // before the failure let all copiers pass, and the one whose wait failed lets none. So they come to barriers together or not at all.
-  __device__ bool passes(ptx::Gate* gate, int phase) const {
-    for (;;) {
-      bool failed = has_failed();
-      if (ptx::gate_passed(gate, static_cast<unsigned>(phase) & 1)) return true;
-      if (failed) return false;
+    if (k >= gates) pass(x_->passed + k % gates, k / gates - 1);
+    bool came = __all_sync(0xffffffffu, arrived());
+    if (lane_ == 0) {
+      x_->came[k % gates] = came;
+      if (!came) *static_cast<volatile int*>(&x_->failed) = 1;
+      ptx::gate_arrive(x_->go + k % gates);
     }
+    __syncwarp();
+    return came ? Arrival::yes : Arrival::never;
   }
-  __device__ bool has_failed() const { return ptx::flag_is_set(&x_->failed); }
+  // Wait for the phase-th completion of a gate.
+  __device__ void pass(ptx::Gate* gate, int phase) const {
+    while (!ptx::gate_passed(gate, static_cast<unsigned>(phase) & 1)) {}
+  }
+  // The same of notifies, which nobody needs any more when something has failed: false.
+  __device__ bool passes(ptx::Gate* gate, int phase) const {
+    while (!ptx::gate_passed(gate, static_cast<unsigned>(phase) & 1))
+      if (has_failed()) return false;
+    return true;
+  }
+  __device__ bool has_failed() const { return *static_cast<volatile const int*>(&x_->failed) != 0; }
   __device__ int copier_barrier() const { return 3 + role_; }
 
   Kind kind_;

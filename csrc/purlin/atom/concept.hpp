@@ -41,7 +41,7 @@ struct Packet {
   Place place;
   Range range;
 };
-// What a wait is about, for the record of a stall. home: that this rank itself has sent what it is about to overwrite.
+// What a wait is about, for the record of a stall. home: that this rank itself has staged what it is about to overwrite.
 struct Where {
   enum class What { credit, message, grant, home } what;
   Use use;

@@ -140,23 +140,12 @@ __device__ __forceinline__ bool barrier_or(int id, int threads, bool value) {
   return any != 0;
 }
 
-// ---- flags in shared memory: who sees one set sees what was done before
-
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
-__device__ __forceinline__ void set_flag(int* flag) {
-  asm volatile("st.release.cta.shared.u32 [%0], 1;" ::"r"(shared_address(flag)) : "memory");
-}
-__device__ __forceinline__ bool flag_is_set(const int* flag) {
-  unsigned value;
-  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(shared_address(flag)));
-  return value != 0;
-}
-
 // ---- mbarriers: arrivals of one kind of warp, waited for by another
 
 using Gate = unsigned long long;
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
 __device__ __forceinline__ void gate_init(Gate* gate, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(gate)), "r"(arrivals) : "memory");
 }

@@ -75,7 +75,7 @@ struct Reduce {
   PURLIN_FN int steps() const { return c.steps; }
   PURLIN_FN void step(int i) {
     Range range = mine(i);
-    if (range.empty() || !ok || !(ok = ring().arrived(i, Own{c}) && is_sent(i))) return;
+    if (range.empty() || !ok || !(ok = ring().arrived(i, Own{c}) && is_staged(i))) return;
     add(1, [&](int) { return in_tensors<A::flat>(c.own_to, c.output); }, i, range);
     ring().let_go(i, Own{c});
   }
@@ -86,8 +86,8 @@ struct Reduce {
 
   PURLIN_FN Ring<A> ring() const { return {a, c, Use::ring}; }
   PURLIN_FN Ring<A> home() const { return {a, c, Use::home}; }
-  // Whether what the sum of chunk i overwrites has been sent to all peers.
-  PURLIN_FN bool is_sent(int i) const {
+  // Whether what the sum of chunk i overwrites has been staged for all peers.
+  PURLIN_FN bool is_staged(int i) const {
     if (!c.onto_sent) return true;
     Where where{Where::What::home, Use::home, i};
     return a.wait(c.peers(), [&](int p) { return home().home_in(p, i); }, where) == Arrival::yes;
