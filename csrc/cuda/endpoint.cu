@@ -40,8 +40,8 @@ __global__ void begin_counts(Counts* counts, int n, Progress* progress, Word mes
 // ---- plans: boxes lie in device memory
 
 // One for all plans of a GPU, for good. When each plan had a stream of its own, kernels of ranks on streams were seen never to start: as if CUDA dealt its
-// hardware queues out anew with each stream that is made or destroyed, and two ranks, which wait for one another, had got one. So it is made with the first memory or
-// endpoint on its GPU.
+// hardware queues out anew with each stream that is made or destroyed, and two ranks, which wait for one another, had got one. So it is made with the first
+// memory or endpoint on its GPU.
 static cudaStream_t messenger() {
   static std::mutex one_at_a_time;
   static auto& of_device = *new std::map<int, cudaStream_t>;  // for threads that plan while the process ends, too
