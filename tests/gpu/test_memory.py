@@ -99,7 +99,6 @@ def test_reserve_gives_a_new_heap_and_old_tensors_stay_good_outputs() -> None:
 
 
 @pytest.mark.parametrize(("cycles", "beside"), [(1000, False), (200, True)])
-@pytest.mark.timeout(300)
 def test_nothing_grows_over_many_communicators(cycles: int, beside: bool) -> None:
     """Device memory, files, mappings (the driver keeps a few) and threads; `beside`: another world is there all the time."""
     small = scratch_for("packet")
